@@ -1,0 +1,1 @@
+"""EdgeTransformerEngine: language models bigger than the GPU memory, with the right answer."""

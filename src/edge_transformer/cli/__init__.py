@@ -1,0 +1,1 @@
+"""The `ete` command: one file per subcommand, heavy imports inside them."""

@@ -1,0 +1,130 @@
+"""A model as data: every property that changes the mathematics of the text forward pass, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+
+class LayerKind(StrEnum):
+    """Kinds of mixer a layer can have."""
+
+    ATTENTION = "attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """One rotary embedding. `type` is none of "default", "linear", "llama3", "yarn" only by refusal of the gate.
+
+    theta, rotary_dim: inv_freq[i] = theta ** (-2 i / rotary_dim), i < rotary_dim / 2, then scaled by type.
+    """
+
+    type: str
+    theta: float
+    rotary_dim: int
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # multiplies cos and sin
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything the forward pass needs to know, read from config.json or from GGUF metadata by the family's file.
+
+    Per-layer tuples have num_layers entries. layer_windows: sliding window or None; layer_ropes: index into ropes or None.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str  # "silu" | "gelu_tanh"
+    attention_scale: float
+    context_length: int
+    ropes: tuple[Rope, ...]
+    layer_kinds: tuple[LayerKind, ...]
+    layer_windows: tuple[int | None, ...]
+    layer_ropes: tuple[int | None, ...]
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    embedding_scale: float = 1.0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    norm_plus_one: bool = False  # the checkpoint stores w where the norm multiplies by 1 + w
+    tied_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = field(default=())
+
+
+class Transform(Enum):
+    """How a stored tensor becomes the one the forward pass uses."""
+
+    NONE = "none"
+    PLUS_ONE = "plus_one"  # vector: 1 + w, in f32
+    UNPERMUTE_ROPE = "unpermute_rope"  # matrix or bias rows: GGUF's adjacent-pair order back to half-split pairs
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor the model needs: its role in the layer, its exact name in the checkpoint, its shape.
+
+    `heads` is the head count of UNPERMUTE_ROPE (rows are heads * head_dim).
+    """
+
+    role: str
+    name: str
+    shape: tuple[int, ...]
+    transform: Transform = Transform.NONE
+    heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """Matrices that are used together, in order of use: the unit in which weights are acquired and moved."""
+
+    name: str
+    matrices: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A layer: its kind, its segments in order of use, and its small vectors (f32, always resident).
+
+    ATTENTION layers have segments "mixer" (roles q, k, v, o), "gate_up" (gate, up), "down" (down), and vectors with roles
+    attn_norm, mlp_norm, and where the config says so q_norm, k_norm, post_attn_norm, post_mlp_norm, q_bias, k_bias,
+    v_bias, o_bias, gate_bias, up_bias, down_bias.
+    """
+
+    index: int
+    kind: LayerKind
+    segments: tuple[SegmentSpec, ...]
+    vectors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A gated, complete description of a model in one checkpoint: config and where every tensor is.
+
+    `head` equals `embedding` when the embeddings are tied. `ignored_tensors`: names known not to matter for text
+    (reported, never dropped silently).
+    """
+
+    config: ModelConfig
+    embedding: TensorSpec
+    layers: tuple[LayerSpec, ...]
+    final_norm: TensorSpec
+    head: TensorSpec
+    ignored_tensors: tuple[str, ...] = ()

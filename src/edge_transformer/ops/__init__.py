@@ -1,0 +1,1 @@
+"""The seam between the mathematics of a model and the executors: contracts of ops, the Backend protocol, the oracle."""

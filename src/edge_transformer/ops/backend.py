@@ -1,0 +1,138 @@
+"""The Backend protocol: the coarse ops a model is written in. `cpu`, `cuda` and `ops.reference` implement it.
+
+Rules for every implementation:
+- ops write into the given outputs; none allocates, synchronises, or reads a device value on the host;
+- activations, residual stream and accumulation are fp32; x and out of one op never overlap;
+- row r of an output depends on row r of the inputs, on its kind, and on absolute positions only;
+- the first `batch.rows` rows of activation tensors are live, the rest is undefined.
+
+Shapes: R rows of the pass, H hidden size, F feed-forward size, Q = heads * head_dim, K = kv_heads * head_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from edge_transformer.formats.weight import Weight
+from edge_transformer.ops.batch import Batch
+from edge_transformer.ops.tensor import DType, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Static facts of one layer's attention.
+
+    `layer` selects the tile table; `rope` the cos/sin rows of the batch (None: no rotation); rotary_dim <= head_dim is
+    rotated in half-split pairs (i, i + rotary_dim / 2). `window`: key j is visible to query i when i - j < window
+    (None: all). `softcap`: s = softcap * tanh(s / softcap) before the mask (None: none). KV tiles of the layer hold
+    K [kv_heads][512][head_dim], then V the same, in `kv_dtype` (F32 or BF16).
+    """
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope: int | None
+    scale: float
+    softcap: float | None
+    window: int | None
+    kv_dtype: DType
+
+
+class Backend(Protocol):
+    """Executor of the ops. `name` is what `--backend` takes."""
+
+    name: str
+
+    def allocate(self, nbytes: int) -> tuple[int, object]:
+        """Memory for a workspace: (address aligned to 256, owner). Called once at load, never by an op."""
+        ...
+
+    def gather_rows(self, table: Weight, batch: Batch, scale: float, out: Tensor) -> None:
+        """out[r] = scale * table[token_ids[r]]; out f32 [R, H]."""
+        ...
+
+    def add_norm(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        delta_norm: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        """residual += delta_norm ? rmsnorm(delta) * delta_norm : delta (when delta is given); out = rmsnorm(residual) * weight.
+
+        rmsnorm(x) = x / sqrt(mean(x^2) + eps) over the last dimension. All f32; residual, delta, out [R, H]; weights [H].
+        """
+        ...
+
+    def linear_group(
+        self, weights: Sequence[Weight], biases: Sequence[Tensor | None], x: Tensor, outs: Sequence[Tensor], batch: Batch
+    ) -> None:
+        """outs[i] = x @ weights[i].T + biases[i]; x f32 [R, cols], outs[i] f32 [R, rows_i]."""
+        ...
+
+    def linear_add(self, weight: Weight, bias: Tensor | None, x: Tensor, residual: Tensor, batch: Batch) -> None:
+        """residual += x @ weight.T + bias; x f32 [R, cols], residual f32 [R, rows]."""
+        ...
+
+    def qk_norm_rope_append(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        shape: AttentionShape,
+        batch: Batch,
+    ) -> None:
+        """Per head: optional rmsnorm of q and k, then rope; q in place, k and v rounded to kv_dtype into their KV tiles.
+
+        q f32 [R, Q], k and v f32 [R, K]; q_norm, k_norm f32 [head_dim]. k is left undefined.
+        """
+        ...
+
+    def attention(self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch) -> None:
+        """out = softmax(mask(softcap(scale * q k^T))) v over positions <= the row's own; q, out f32 [R, Q].
+
+        Online softmax: one state (m, l, acc) per absolute tile of 512 positions, merged in ascending order.
+        """
+        ...
+
+    def gated_mlp(
+        self,
+        gate: Weight,
+        up: Weight,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: str,
+        x: Tensor,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        """out = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias); x f32 [R, H], out f32 [R, F].
+
+        `activation`: "silu" or "gelu_tanh". The down projection is a linear_group or linear_add of its own segment.
+        """
+        ...
+
+    def lm_head(self, weight: Weight, x: Tensor, rows: int, softcap: float | None, out: Tensor) -> None:
+        """out = softcap(x @ weight.T) for the first `rows` rows; x f32 [>= rows, H], out f32 [>= rows, V].
+
+        Takes the decode kernel whatever the rows' kind, so that a logit does not depend on how it was asked for.
+        """
+        ...
+
+    def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
+        """out[i] = x[rows[i]] for i < count; x, out f32 [., H], rows int32 [>= count]."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and memory. The backend is not used afterwards."""
+        ...

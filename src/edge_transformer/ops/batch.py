@@ -1,0 +1,55 @@
+"""What one pass over the weights works on: flat arrays of bounded size, the same for every layer.
+
+Rows of prompt chunks come first, decode rows after them. Which kernel a row takes depends on its kind only, never on how
+many rows share the pass (row invariance).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+KV_TILE_POSITIONS = 512
+"""Positions in a KV tile: the unit in which attention states (m, l, acc) are made and merged, on absolute borders."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Consecutive prompt rows of one sequence: rows [row_start, row_start + row_count), positions from `position`."""
+
+    row_start: int
+    row_count: int
+    position: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One pass. R = rows of the pass, S = sequences in the pass, all arrays C-contiguous.
+
+    token_ids        int32 [R]
+    positions        int32 [R]   absolute position of each row in its sequence
+    row_sequence     int32 [R]   index 0..S-1 into the tile tables
+    prompt_rows      rows [0, prompt_rows) are of kind prompt, the rest of kind decode
+    prompt_spans     the prompt rows, grouped by sequence, in row order
+    rope_cos/sin     per rope of the model: float32 [R, rotary_dim / 2], attention factor included
+    tile_tables      per layer: int64 [S, T] addresses of KV tiles (T >= tiles any row of the pass can see);
+                     0 where a tile has been freed because no window sees it
+    logit_rows       int32 [L]   rows whose logits are asked
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    row_sequence: npt.NDArray[np.int32]
+    prompt_rows: int
+    prompt_spans: tuple[PromptSpan, ...]
+    rope_cos: tuple[npt.NDArray[np.float32], ...]
+    rope_sin: tuple[npt.NDArray[np.float32], ...]
+    tile_tables: tuple[npt.NDArray[np.int64], ...]
+    logit_rows: npt.NDArray[np.int32]
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_ids)
