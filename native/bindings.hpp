@@ -1,0 +1,9 @@
+// Each source file of native/ binds what it holds; module.cpp only calls these.
+#pragma once
+#include <nanobind/nanobind.h>
+
+namespace ete {
+
+void bind_pool(nanobind::module_& m);
+
+}  // namespace ete

@@ -1,0 +1,8 @@
+#include <nanobind/nanobind.h>
+
+#include "bindings.hpp"
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native CPU library of EdgeTransformerEngine.";
+  ete::bind_pool(m);
+}

@@ -1,0 +1,21 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.hpp"
+#include "isa.hpp"
+#include "thread_pool.hpp"
+
+namespace nb = nanobind;
+
+namespace ete {
+
+void bind_pool(nb::module_& m) {
+  nb::class_<ThreadPool>(m, "ThreadPool")
+      .def(nb::init<int>(), nb::arg("threads"))
+      .def_prop_ro("threads", &ThreadPool::threads);
+  m.def("available_instruction_sets", &available_instruction_sets,
+        "Instruction sets that this processor has and this build holds, slowest first.");
+}
+
+}  // namespace ete
