@@ -1,0 +1,48 @@
+"""Anonymous host memory: what KV tiles, workspaces and re-arranged weights live in.
+
+Knows nothing of what is stored. Pages are zero, and take room only once they are touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+
+from edge_transformer.errors import CapacityError
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class HostMemory:
+    """`nbytes` bytes of private anonymous memory at `address`, zero at first, aligned to 4096 or more.
+
+    huge_pages: ask the kernel for 2 MiB pages (the address is then aligned to 2 MiB); it may decline, which costs speed only.
+    Views made from the address do not keep the memory alive: hold this object (as a Tensor's or Weight's `owner`).
+    Raises CapacityError when the system refuses, ValueError when nbytes < 1.
+    """
+
+    def __init__(self, nbytes: int, huge_pages: bool = False) -> None:
+        if nbytes < 1:
+            raise ValueError(f"HostMemory needs at least 1 byte, got {nbytes}")
+        alignment = HUGE_PAGE_BYTES if huge_pages and nbytes >= HUGE_PAGE_BYTES else mmap.PAGESIZE
+        try:
+            mapping = mmap.mmap(-1, nbytes + alignment - mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise CapacityError(
+                f"the system refused {nbytes} bytes ({nbytes / 2**20:.1f} MiB) of host memory: {error}; "
+                "use a smaller model or a shorter context"
+            ) from error
+        if alignment == HUGE_PAGE_BYTES:
+            with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        # The exported buffer pins the mapping: closing it needs this reference gone first.
+        self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(mapping)
+        self._mapping = mapping
+        self.address = -(-ctypes.addressof(self._anchor) // alignment) * alignment
+        self.nbytes = nbytes
+
+    def close(self) -> None:
+        """Give the memory back. Addresses into it are invalid afterwards. Closing twice is harmless."""
+        self._anchor = None
+        self._mapping.close()
