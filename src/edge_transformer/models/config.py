@@ -14,9 +14,10 @@ class LayerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One rotary embedding. `type` is none of "default", "linear", "llama3", "yarn" only by refusal of the gate.
+    """One rotary embedding. `type` is "default", "linear", "llama3", "yarn" or "divisors"; the gate refuses all others.
 
-    theta, rotary_dim: inv_freq[i] = theta ** (-2 i / rotary_dim), i < rotary_dim / 2, then scaled by type.
+    theta, rotary_dim: inv_freq[i] = theta ** (-2 i / rotary_dim), i < rotary_dim / 2, then scaled by type. "divisors"
+    divides inv_freq[i] by divisors[i] (rotary_dim / 2 numbers: what a GGUF file's rope_freqs tensor holds).
     """
 
     type: str
@@ -30,13 +31,15 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float = 1.0  # multiplies cos and sin
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything the forward pass needs to know, read from config.json or from GGUF metadata by the family's file.
 
-    Per-layer tuples have num_layers entries. layer_windows: sliding window or None; layer_ropes: index into ropes or None.
+    Per-layer tuples have num_layers entries. layer_windows: sliding window or None; layer_ropes: index into ropes or
+    None.
     """
 
     family: str
@@ -103,9 +106,9 @@ class SegmentSpec:
 class LayerSpec:
     """A layer: its kind, its segments in order of use, and its small vectors (f32, always resident).
 
-    ATTENTION layers have segments "mixer" (roles q, k, v, o), "gate_up" (gate, up), "down" (down), and vectors with roles
-    attn_norm, mlp_norm, and where the config says so q_norm, k_norm, post_attn_norm, post_mlp_norm, q_bias, k_bias,
-    v_bias, o_bias, gate_bias, up_bias, down_bias.
+    ATTENTION layers have segments "mixer" (roles q, k, v, o), "gate_up" (gate, up), "down" (down), and vectors with
+    roles attn_norm, mlp_norm, and where the config says so q_norm, k_norm, post_attn_norm, post_mlp_norm, q_bias,
+    k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias.
     """
 
     index: int
