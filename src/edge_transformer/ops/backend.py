@@ -6,7 +6,8 @@ Rules for every implementation:
 - row r of an output depends on row r of the inputs, on its kind, and on absolute positions only;
 - the first `batch.rows` rows of activation tensors are live, the rest is undefined.
 
-Shapes: R rows of the pass, H hidden size, F feed-forward size, Q = heads * head_dim, K = kv_heads * head_dim, V vocabulary.
+Shapes: R rows of the pass, H hidden size, F feed-forward size, Q = heads * head_dim, K = kv_heads * head_dim,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -65,14 +66,19 @@ class Backend(Protocol):
         out: Tensor,
         batch: Batch,
     ) -> None:
-        """residual += delta_norm ? rmsnorm(delta) * delta_norm : delta (when delta is given); out = rmsnorm(residual) * weight.
+        """residual += delta_norm ? rmsnorm(delta) * delta_norm : delta (when given); out = rmsnorm(residual) * weight.
 
-        rmsnorm(x) = x / sqrt(mean(x^2) + eps) over the last dimension. All f32; residual, delta, out [R, H]; weights [H].
+        rmsnorm(x) = x / sqrt(mean(x^2) + eps) over the last axis. All f32; residual, delta, out [R, H]; weights [H].
         """
         ...
 
     def linear_group(
-        self, weights: Sequence[Weight], biases: Sequence[Tensor | None], x: Tensor, outs: Sequence[Tensor], batch: Batch
+        self,
+        weights: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        x: Tensor,
+        outs: Sequence[Tensor],
+        batch: Batch,
     ) -> None:
         """outs[i] = x @ weights[i].T + biases[i]; x f32 [R, cols], outs[i] f32 [R, rows_i]."""
         ...
@@ -92,7 +98,7 @@ class Backend(Protocol):
         shape: AttentionShape,
         batch: Batch,
     ) -> None:
-        """Per head: optional rmsnorm of q and k, then rope; q in place, k and v rounded to kv_dtype into their KV tiles.
+        """Per head optional rmsnorm of q and k, then rope; q in place, k, v into their KV tiles, rounded to kv_dtype.
 
         q f32 [R, Q], k and v f32 [R, K]; q_norm, k_norm f32 [head_dim]. k is left undefined.
         """

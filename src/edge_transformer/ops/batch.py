@@ -1,7 +1,7 @@
 """What one pass over the weights works on: flat arrays of bounded size, the same for every layer.
 
-Rows of prompt chunks come first, decode rows after them. Which kernel a row takes depends on its kind only, never on how
-many rows share the pass (row invariance).
+Rows of prompt chunks come first, decode rows after them. Which kernel a row takes depends on its kind only, never on
+how many rows share the pass (row invariance).
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def array_at(address: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.
     nbytes = math.prod(shape) * element.itemsize
     if nbytes == 0:
         return np.empty(shape, element)
-    return np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=element).reshape(shape)
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address))
+    return np.frombuffer(memory, dtype=element).reshape(shape)
 
 
 def tensor_of(array: npt.NDArray[np.generic]) -> Tensor:
