@@ -1,0 +1,321 @@
+"""The engine: one pass over the weights for all rows of a batch, whatever mix of prompt chunks and decode tokens it
+holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_transformer.engine.kv import TileGeometry
+from edge_transformer.engine.sequence import Sequence, StateShape
+from edge_transformer.engine.weights import HostWeights
+from edge_transformer.errors import CapacityError, ContextLengthError, NumericError, UsageError
+from edge_transformer.formats.checkpoint import Checkpoint
+from edge_transformer.formats.weight import round_up
+from edge_transformer.models import forward
+from edge_transformer.models.config import ModelSpec
+from edge_transformer.models.rope import cos_sin
+from edge_transformer.ops.backend import Backend
+from edge_transformer.ops.batch import Batch, PromptSpan
+from edge_transformer.ops.tensor import DType, Tensor, tensor_of
+
+LOGIT_BLOCK_ROWS = 8
+"""Rows whose logits are made at once: the group size of the decode kernels."""
+
+MAX_ROWS = 512
+"""Rows of a pass at most."""
+
+CHUNK_BORDER = 64
+"""Prompt chunks end on absolute multiples of this (or at the end of the prompt)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens to append to one sequence in a pass.
+
+    kind: "prompt" or "decode" (decode rows take the decode kernels). logits: which rows' logits are asked.
+    """
+
+    sequence: Sequence
+    tokens: AbstractSequence[int]
+    kind: Literal["prompt", "decode"]
+    logits: Literal["none", "last", "all"] = "none"
+
+
+class PassResult:
+    """What a pass leaves: hidden states in the workspace, from which logits are made on demand, until the next pass.
+
+    `rows` are (index of the chunk, index of the token in the chunk) of every row whose logits were asked, in the order
+    in which `logits` gives them.
+    """
+
+    def __init__(self, engine: Engine, batch: Batch, rows: list[tuple[int, int]]) -> None:
+        self.rows = rows
+        self._engine = engine
+        self._batch = batch
+
+    def blocks(self) -> Iterator[tuple[AbstractSequence[tuple[int, int]], npt.NDArray[np.float32]]]:
+        """Yield (rows, logits f32 [len(rows), V]) block by block; each block is overwritten by the next.
+
+        Raises NumericError when a logit is NaN or infinite.
+        """
+        for start in range(0, len(self.rows), LOGIT_BLOCK_ROWS):
+            rows = self.rows[start : start + LOGIT_BLOCK_ROWS]
+            yield rows, self._engine._logits(self._batch, start, len(rows))
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """f32 [len(rows), V], a copy."""
+        return np.concatenate([block.copy() for _, block in self.blocks()])
+
+
+class Engine:
+    """A model on a backend. Owns weights, workspace and nothing else; sequences are made by it and owned by the
+    caller.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        backend: Backend,
+        weights: HostWeights,
+        kv_dtype: DType,
+        max_rows: int = MAX_ROWS,
+    ) -> None:
+        self.spec = spec
+        self.config = spec.config
+        self.max_rows = max_rows
+        self._checkpoint = checkpoint
+        self._backend = backend
+        self._weights = weights
+        shapes = forward.attention_shapes(self.config, kv_dtype)
+        self.state_shape = StateShape(
+            layers=tuple(TileGeometry(s.kv_heads, s.head_dim, kv_dtype, s.window) for s in shapes),
+            fingerprint=_fingerprint(checkpoint, spec, kv_dtype),
+        )
+        following = [vectors["attn_norm"] for vectors in weights.vectors[1:]] + [weights.final_norm]
+        self._layers = [
+            forward.ResidentLayer(shape, vectors, norm)
+            for shape, vectors, norm in zip(shapes, weights.vectors, following, strict=True)
+        ]
+        self._segments = [tuple(segment.name for segment in layer.segments) for layer in spec.layers]
+        self._allocate_workspace()
+
+    def new_sequence(self) -> Sequence:
+        """An empty sequence of this model."""
+        return Sequence(self.state_shape)
+
+    def step(self, chunks: AbstractSequence[Chunk], cancelled: Callable[[], bool] | None = None) -> PassResult | None:
+        """One pass over the weights for the rows of all chunks; each sequence then holds its chunk's tokens too.
+
+        Every sequence may occur once. `cancelled` is asked between layers; when it says yes the pass is given up, None
+        is returned and no sequence has changed. The result's logits can be read until the next pass.
+        Raises UsageError (no rows, a sequence twice, a token that does not exist), CapacityError (more than max_rows
+        rows, or memory refused), ContextLengthError, FileChangedError (a model file changed under the mapping).
+        """
+        self._check(chunks)
+        for chunk in chunks:
+            chunk.sequence.prepare(len(chunk.tokens))
+        batch, rows = self._batch(chunks)
+        if not self._run_layers(batch, cancelled):
+            return None
+        self._checkpoint.check_unchanged()
+        for chunk in chunks:
+            chunk.sequence.commit(chunk.tokens)
+        if rows:
+            self._backend.select_rows(self._activations.normed, tensor_of(batch.logit_rows), len(rows), self._selected)
+        return PassResult(self, batch, rows)
+
+    def prefill(
+        self,
+        sequence: Sequence,
+        tokens: AbstractSequence[int],
+        chunk_rows: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> npt.NDArray[np.float32] | None:
+        """Process a prompt in chunks; the logits f32 [V] of its last token (a copy), or None when cancelled.
+
+        What had been processed when `cancelled` said yes stays in the sequence. Chunk size changes no bit of the
+        result.
+        """
+        done, result = 0, None
+        while done < len(tokens):
+            count = self.chunk_length(len(sequence), len(tokens) - done, chunk_rows)
+            last = done + count == len(tokens)
+            part = tokens[done : done + count]
+            result = self.step([Chunk(sequence, part, "prompt", "last" if last else "none")], cancelled)
+            if result is None:
+                return None
+            done += count
+            if progress is not None:
+                progress(done, len(tokens))
+        return None if result is None else result.logits()[0]
+
+    def chunk_length(self, position: int, remaining: int, chunk_rows: int | None = None) -> int:
+        """How many of `remaining` prompt tokens the next chunk takes when it starts at `position`."""
+        limit = min(chunk_rows or self.max_rows, self.max_rows)
+        if remaining <= limit:
+            return remaining
+        border = (position + limit) // CHUNK_BORDER * CHUNK_BORDER
+        return border - position if border > position else limit
+
+    def close(self) -> None:
+        """Release weights, workspace and the backend's threads."""
+        self._weights.close()
+        self._backend.close()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of activations and of the block of logits."""
+        return self._workspace_bytes
+
+    def _allocate_workspace(self) -> None:
+        config, rows = self.config, self.max_rows
+        activation_bytes = round_up(forward.activation_bytes(config, rows), 256)
+        selected_bytes = round_up(rows * config.hidden_size * 4, 256)
+        logits_bytes = LOGIT_BLOCK_ROWS * config.vocab_size * 4
+        self._workspace_bytes = activation_bytes + selected_bytes + logits_bytes
+        address, owner = self._backend.allocate(self._workspace_bytes)
+        self._activations = forward.make_activations(config, rows, address, owner)
+        self._selected = Tensor(address + activation_bytes, (rows, config.hidden_size), DType.F32, owner)
+        self._logits_block = Tensor(
+            address + activation_bytes + selected_bytes, (LOGIT_BLOCK_ROWS, config.vocab_size), DType.F32, owner
+        )
+
+    def _check(self, chunks: AbstractSequence[Chunk]) -> None:
+        rows = sum(len(chunk.tokens) for chunk in chunks)
+        if rows == 0 or any(not chunk.tokens for chunk in chunks):
+            raise UsageError("a pass needs at least one token from each of its chunks")
+        if rows > self.max_rows:
+            raise CapacityError(f"a pass of {rows} rows was asked; this engine's workspace holds {self.max_rows}")
+        if len({id(chunk.sequence) for chunk in chunks}) != len(chunks):
+            raise UsageError("a sequence occurs in two chunks of the same pass")
+        for chunk in chunks:
+            length = len(chunk.sequence) + len(chunk.tokens)
+            if length > self.config.context_length:
+                raise ContextLengthError(
+                    f"{length} tokens exceed the context of {self.config.context_length} tokens; shorten the prompt"
+                )
+            for token in chunk.tokens:
+                if not 0 <= token < self.config.vocab_size:
+                    raise UsageError(
+                        f"token {token} does not exist; this model's tokens: 0..{self.config.vocab_size - 1}"
+                    )
+
+    def _batch(self, chunks: AbstractSequence[Chunk]) -> tuple[Batch, list[tuple[int, int]]]:
+        """The batch of a pass, prompt rows first, and (chunk, token) of each row whose logits are asked."""
+        order = [index for index, chunk in enumerate(chunks) if chunk.kind == "prompt"]
+        order += [index for index, chunk in enumerate(chunks) if chunk.kind == "decode"]
+        token_ids: list[int] = []
+        positions: list[int] = []
+        row_sequence: list[int] = []
+        spans: list[PromptSpan] = []
+        logit_rows: list[int] = []
+        asked: list[tuple[int, int]] = []
+        for slot, index in enumerate(order):
+            chunk = chunks[index]
+            start, count, position = len(token_ids), len(chunk.tokens), len(chunk.sequence)
+            token_ids.extend(chunk.tokens)
+            positions.extend(range(position, position + count))
+            row_sequence.extend([slot] * count)
+            if chunk.kind == "prompt":
+                spans.append(PromptSpan(start, count, position, slot))
+            wanted = {"none": range(0), "last": range(count - 1, count), "all": range(count)}[chunk.logits]
+            logit_rows.extend(start + token for token in wanted)
+            asked.extend((index, token) for token in wanted)
+        position_array = np.array(positions, np.int32)
+        ropes = [cos_sin(rope, position_array) for rope in self.config.ropes]
+        batch = Batch(
+            token_ids=np.array(token_ids, np.int32),
+            positions=position_array,
+            row_sequence=np.array(row_sequence, np.int32),
+            prompt_rows=sum(span.row_count for span in spans),
+            prompt_spans=tuple(spans),
+            rope_cos=tuple(cos for cos, _ in ropes),
+            rope_sin=tuple(sin for _, sin in ropes),
+            tile_tables=_tile_tables([chunks[index].sequence for index in order], self.config.num_layers),
+            logit_rows=np.array(logit_rows, np.int32),
+        )
+        return batch, asked
+
+    def _run_layers(
+        self,
+        batch: Batch,
+        cancelled: Callable[[], bool] | None = None,
+        after: Callable[[str], None] | None = None,
+    ) -> bool:
+        """Embedding and all layers; False when cancelled. `after` is called with each part's name when it is done."""
+        backend, config, weights, activations = self._backend, self.config, self._weights, self._activations
+        forward.embed(backend, config, weights.embedding, weights.vectors[0]["attn_norm"], activations, batch)
+        if after is not None:
+            after("the token embeddings")
+        for index, layer in enumerate(self._layers):
+            if cancelled is not None and cancelled():
+                return False
+            for segment in self._segments[index]:
+                matrices = weights.acquire(index, segment)
+                forward.run_segment(segment, backend, config, layer, matrices, activations, batch)
+                weights.release(index, segment)
+                if after is not None:
+                    after(f"layer {index} ({segment})")
+        return True
+
+    def _logits(self, batch: Batch, start: int, count: int) -> npt.NDArray[np.float32]:
+        selected = self._selected.rows(start, start + count)
+        self._backend.lm_head(self._weights.head, selected, count, self.config.final_softcap, self._logits_block)
+        logits = self._logits_block.numpy()[:count].view(np.float32)
+        if not np.isfinite(logits).all():
+            self._checkpoint.check_unchanged()
+            raise NumericError(self._locate_nonfinite(batch))
+        return logits
+
+    def _locate_nonfinite(self, batch: Batch) -> str:
+        """Repeat the pass (it writes the same values again) and name the first part after which a value is not
+        finite.
+        """
+        residual, normed = self._activations.residual, self._activations.normed
+        first: list[str] = []
+
+        def look(part: str) -> None:
+            values = (tensor.numpy()[: batch.rows].view(np.float32) for tensor in (residual, normed))
+            if not first and not all(np.isfinite(value).all() for value in values):
+                first.append(part)
+
+        self._run_layers(batch, after=look)
+        where = first[0] if first else "the output projection (lm_head)"
+        return (
+            f"NaN or infinity in the logits; it first appears after {where}. "
+            "The weights hold such values, or overflow: check the model file"
+        )
+
+
+def _tile_tables(sequences: AbstractSequence[Sequence], layers: int) -> tuple[npt.NDArray[np.int64], ...]:
+    """Per layer int64 [S, T]: addresses of the KV tiles of each sequence, padded with 0."""
+    if len(sequences) == 1:
+        return tuple(sequences[0].tile_table(layer)[None, :] for layer in range(layers))
+    tables = []
+    for layer in range(layers):
+        rows = [sequence.tile_table(layer) for sequence in sequences]
+        table = np.zeros((len(rows), max(len(row) for row in rows)), np.int64)
+        for index, row in enumerate(rows):
+            table[index, : len(row)] = row
+        tables.append(table)
+    return tuple(tables)
+
+
+def _fingerprint(checkpoint: Checkpoint, spec: ModelSpec, kv_dtype: DType) -> str:
+    """Identifies a model and cache dtype for saved states: configuration, tensor index and sizes, not the weights'
+    bytes.
+    """
+    digest = hashlib.sha256(repr((spec.config, str(kv_dtype))).encode())
+    for name, info in checkpoint.tensors.items():
+        digest.update(f"{name} {info.shape} {info.format} {info.offset} {info.nbytes}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,176 @@
+"""From logits to a token: penalties, temperature, truncation, and a counter-based draw.
+
+The order is: logit bias and penalties, temperature, top-k, top-p, min-p, draw. Randomness is a function of
+(seed, position) only, so that a sequence's text does not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_transformer.errors import UsageError
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """How a text is generated. Raises UsageError when a value is out of its range.
+
+    max_tokens: at most this many new tokens (None: until an end token or the end of the context).
+    temperature: 0 takes the likeliest token. top_k, top_p, min_p: 0, 1 and 0 switch them off.
+    repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or answer (Keskar et
+    al. 2019); presence_penalty and frequency_penalty: subtracted once, respectively per occurrence, for tokens of the
+    answer.
+    logit_bias: added per token id. seed: None draws one and reports it. stop: strings that end the text (not included).
+    logprobs: report log-probabilities of the chosen token and this many alternatives. ignore_eos: end tokens do not
+    end.
+    """
+
+    max_tokens: int | None = 512
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more")
+        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more, and finite")
+        _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1 (off)")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (off) to 1")
+        _check("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "above 0, finite")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value: float = getattr(self, name)
+            _check(name, value, math.isfinite(value), "finite")
+        _check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+        _check("stop", self.stop, not isinstance(self.stop, str) and all(self.stop), "a tuple of strings, none empty")
+        _check("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 100, "0 to 100")
+        for token, bias in self.logit_bias.items():
+            _check(f"logit_bias[{token}]", bias, not math.isnan(bias) and bias != math.inf, "a number, not +inf or nan")
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the likeliest token of the unchanged logits is taken."""
+        return self.temperature == 0 and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(
+            self.logit_bias or self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities under the model's own distribution (before penalties and temperature)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def sample(
+    logits: FloatArray, config: GenerationConfig, seed: int, prompt: Sequence[int], answer: Sequence[int]
+) -> int:
+    """The next token id for logits f32 [V]. The draw is a function of (seed, len(prompt) + len(answer)) and the
+    logits.
+    """
+    if config.plain_greedy:
+        return int(logits.argmax())
+    if config.changes_logits:
+        logits = adjust_logits(logits, config, prompt, answer)
+    if config.temperature == 0:
+        return int(logits.argmax())
+    tokens, probabilities = truncated_distribution(logits, config)
+    cumulative = np.cumsum(probabilities)
+    point = uniform(seed, len(prompt) + len(answer)) * cumulative[-1]
+    return int(tokens[min(int(np.searchsorted(cumulative, point, side="right")), len(tokens) - 1)])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on (seed, position) only (Philox 4x64, Salmon et al. 2011)."""
+    generator = np.random.Generator(np.random.Philox(key=[seed, 0], counter=[0, 0, position, 0]))
+    return float(generator.random())
+
+
+def adjust_logits(
+    logits: FloatArray, config: GenerationConfig, prompt: Sequence[int], answer: Sequence[int]
+) -> FloatArray:
+    """Logits f32 [V] after penalties and bias; the input is left as it is."""
+    logits = logits.copy()
+    if config.repetition_penalty != 1:
+        seen = np.unique(np.array([*prompt, *answer], np.int64))
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / config.repetition_penalty, values * config.repetition_penalty)
+    if answer and (config.presence_penalty != 0 or config.frequency_penalty != 0):
+        tokens, counts = np.unique(np.array(answer, np.int64), return_counts=True)
+        logits[tokens] -= np.float32(config.presence_penalty) + np.float32(config.frequency_penalty) * counts.astype(
+            np.float32
+        )
+    for token, bias in config.logit_bias.items():
+        if not 0 <= token < len(logits):
+            raise UsageError(f"logit_bias names token {token}; this model's tokens are 0 to {len(logits) - 1}")
+        logits[token] += np.float32(bias)
+    return logits
+
+
+def truncated_distribution(
+    logits: FloatArray, config: GenerationConfig
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Candidates after top-k, top-p and min-p: token ids, likeliest first (ties: lower id first), and probabilities
+    f64.
+
+    The probabilities are those of the softmax over the top-k; they do not sum to 1 after top-p or min-p.
+    """
+    if 0 < config.top_k < len(logits):
+        threshold = np.partition(logits, -config.top_k)[-config.top_k]
+        tokens = np.flatnonzero(logits >= threshold)
+    else:
+        tokens = np.arange(len(logits))
+    scaled = logits[tokens].astype(np.float64) / config.temperature
+    order = np.argsort(-scaled, kind="stable")
+    if config.top_k > 0:
+        order = order[: config.top_k]
+    tokens, scaled = tokens[order], scaled[order]
+    probabilities = np.exp(scaled - scaled[0])
+    probabilities /= probabilities.sum()
+    keep = len(tokens)
+    if config.top_p < 1:
+        # The smallest set whose probability reaches top_p: every token before which less than top_p has been gathered.
+        before = np.cumsum(probabilities) - probabilities
+        keep = int(np.count_nonzero(before < config.top_p))
+    if config.min_p > 0:
+        keep = min(keep, int(np.count_nonzero(probabilities >= config.min_p * probabilities[0])))
+    keep = max(keep, 1)
+    return tokens[:keep], probabilities[:keep]
+
+
+def token_logprobs(logits: FloatArray, token: int, alternatives: int) -> TokenLogprobs:
+    """Log-probabilities of `token` and of the `alternatives` likeliest tokens for logits f32 [V]."""
+    wide = logits.astype(np.float64)
+    peak = wide.max()
+    normalizer = float(peak + np.log(np.exp(wide - peak).sum()))
+    top: tuple[tuple[int, float], ...] = ()
+    if alternatives:
+        likeliest = np.argsort(-wide, kind="stable")[:alternatives]
+        top = tuple((int(index), float(wide[index]) - normalizer) for index in likeliest)
+    return TokenLogprobs(token, float(wide[token]) - normalizer, top)
+
+
+def _check(name: str, value: object, valid: bool, allowed: str) -> None:
+    if not valid:
+        raise UsageError(f"{name} is {value!r}; allowed: {allowed}")

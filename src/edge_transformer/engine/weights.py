@@ -1,0 +1,142 @@
+"""Where weights come from: segments taken by acquire and given back by release, small vectors resident from the start.
+
+On a host without a GPU a segment's matrices lie either in the mapped file (used in place) or, re-arranged into planes,
+in one slab of anonymous memory. The executor never keeps a weight beyond its release, so that the same calls can later
+be served from page-locked memory, a ring of slots, or a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_transformer._native import ThreadPool
+from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
+from edge_transformer.formats.repack import read_vector, repack
+from edge_transformer.formats.weight import (
+    PLANE_ALIGNMENT,
+    Weight,
+    WeightLayout,
+    in_place_layout,
+    packed_layout,
+    round_up,
+)
+from edge_transformer.memory import HostMemory
+from edge_transformer.models.config import ModelSpec, TensorSpec, Transform
+from edge_transformer.ops.tensor import Tensor, tensor_of
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(stage, bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """One matrix on its way into memory. `slab_offset` is None when it is used in place."""
+
+    spec: TensorSpec
+    info: TensorInfo
+    layout: WeightLayout
+    slab_offset: int | None
+
+
+class HostWeights:
+    """All weights of a model in host memory.
+
+    `segments[layer][name]` are the matrices by role; `vectors[layer]` the small f32 vectors by role.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, spec: ModelSpec, pool: ThreadPool | None, progress: Progress | None = None
+    ) -> None:
+        placements, slab_bytes = _place(checkpoint, spec)
+        self._slab = HostMemory(slab_bytes, huge_pages=True) if slab_bytes else None
+        self.slab_bytes = slab_bytes
+        self.mapped_bytes = sum(item.layout.nbytes for item in placements.values() if item.slab_offset is None)
+        weights = self._fill(placements, pool, progress)
+        self.embedding = weights[spec.embedding.name]
+        self.head = weights[spec.head.name]
+        self._segments: list[dict[str, Mapping[str, Weight]]] = [
+            {
+                segment.name: {matrix.role: weights[matrix.name] for matrix in segment.matrices}
+                for segment in layer.segments
+            }
+            for layer in spec.layers
+        ]
+        self.vectors: list[Mapping[str, Tensor]] = [
+            {vector.role: _read_vector(checkpoint, vector) for vector in layer.vectors} for layer in spec.layers
+        ]
+        self.final_norm = _read_vector(checkpoint, spec.final_norm)
+
+    def acquire(self, layer: int, segment: str) -> Mapping[str, Weight]:
+        """The matrices of a layer's segment by role, valid until `release`."""
+        return self._segments[layer][segment]
+
+    def release(self, layer: int, segment: str) -> None:
+        """The segment taken by `acquire` is no longer read. Host memory has nothing to recycle."""
+
+    def close(self) -> None:
+        """Give the re-arranged weights back. None of the weights may be read afterwards."""
+        if self._slab is not None:
+            self._slab.close()
+
+    def _fill(
+        self, placements: Mapping[str, _Placement], pool: ThreadPool | None, progress: Progress | None
+    ) -> dict[str, Weight]:
+        weights: dict[str, Weight] = {}
+        done, total = 0, sum(item.info.nbytes for item in placements.values() if item.slab_offset is not None)
+        for name, item in placements.items():
+            if item.slab_offset is None or self._slab is None:
+                weights[name] = Weight(item.layout, item.info.file.address + item.info.offset, item.info.file)
+                continue
+            address = self._slab.address + item.slab_offset
+            repack(item.info, item.layout, address, pool, _row_order(item.spec))
+            weights[name] = Weight(item.layout, address, self._slab)
+            done += item.info.nbytes
+            if progress is not None:
+                progress("load", done, total)
+        return weights
+
+
+def _place(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[dict[str, _Placement], int]:
+    """Every matrix of the model in order of use, each once, and the bytes of the slab for those not used in place."""
+    matrices = [spec.embedding]
+    matrices += [matrix for layer in spec.layers for segment in layer.segments for matrix in segment.matrices]
+    matrices.append(spec.head)
+    placements: dict[str, _Placement] = {}
+    slab_bytes = 0
+    for matrix in matrices:
+        if matrix.name in placements:
+            continue
+        info = checkpoint.tensors[matrix.name]
+        rows, cols = matrix.shape
+        in_place = in_place_layout(info.format, rows, cols) if matrix.transform is Transform.NONE else None
+        if in_place is not None:
+            placements[matrix.name] = _Placement(matrix, info, in_place, None)
+            continue
+        layout = packed_layout(info.format, rows, cols)
+        placements[matrix.name] = _Placement(matrix, info, layout, slab_bytes)
+        slab_bytes += round_up(layout.nbytes, PLANE_ALIGNMENT)
+    return placements, slab_bytes
+
+
+def _row_order(spec: TensorSpec) -> npt.NDArray[np.int64] | None:
+    """Source row of each output row: GGUF stores rotary pairs next to each other, the engine rotates half-split
+    pairs.
+    """
+    if spec.transform is not Transform.UNPERMUTE_ROPE:
+        return None
+    pairs = np.arange(spec.shape[0], dtype=np.int64).reshape(spec.heads, -1, 2)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
+
+
+def _read_vector(checkpoint: Checkpoint, spec: TensorSpec) -> Tensor:
+    values = read_vector(checkpoint.tensors[spec.name])
+    if spec.transform is Transform.PLUS_ONE:
+        values = np.float32(1) + values
+    order = _row_order(spec)
+    if order is not None:
+        values = values[order]
+    return tensor_of(np.ascontiguousarray(values))
