@@ -1,11 +1,19 @@
 // One float vector type per instruction set. A kernel includes this file, is compiled once per set, and lives in
 // namespace ete::ETE_ISA. `W` is the number of lanes.
+//
+// max(a, b) and min(a, b) give b when either is NaN; select_less(a, b, x, y) is a < b ? x : y; round_nearest needs
+// |a| < 2^22; scale_by_power(a, n) is a * 2^n for an integral n, |n| <= 250.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 #if defined(ETE_ISA_avx2) || defined(ETE_ISA_avx512)
+// GCC 12 warns of the deliberately undefined operand inside its own AVX-512 intrinsics (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace ete::ETE_ISA {
@@ -26,6 +34,19 @@ inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
+inline Vec copy_sign(Vec a, Vec sign) {
+  const __m512i bits = _mm512_ternarylogic_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(sign.v),
+                                                 _mm512_set1_epi32(INT32_MIN), 0xac);
+  return {_mm512_castsi512_ps(bits)};
+}
+inline Vec select_less(Vec a, Vec b, Vec x, Vec y) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
+}
+inline Vec round_nearest(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 inline Vec load_bf16(const uint16_t* p) {
   const __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))};
@@ -53,6 +74,27 @@ inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
+inline Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+inline Vec copy_sign(Vec a, Vec sign) {
+  const __m256 mask = _mm256_set1_ps(-0.0f);
+  return {_mm256_or_ps(_mm256_andnot_ps(mask, a.v), _mm256_and_ps(mask, sign.v))};
+}
+inline Vec select_less(Vec a, Vec b, Vec x, Vec y) {
+  return {_mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
+inline Vec round_nearest(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// Two exact steps, so that results below the normal range are rounded once.
+inline Vec scale_by_power(Vec a, Vec n) {
+  const __m256i whole = _mm256_cvtps_epi32(n.v);
+  const __m256i first = _mm256_srai_epi32(whole, 1);
+  const __m256i second = _mm256_sub_epi32(whole, first);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const __m256 one = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(first, bias), 23));
+  const __m256 two = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(second, bias), 23));
+  return {_mm256_mul_ps(_mm256_mul_ps(a.v, one), two)};
+}
 inline Vec load_bf16(const uint16_t* p) {
   const __m256i w = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(w, 16))};
@@ -74,8 +116,8 @@ inline Vec zero() { return {{0, 0, 0, 0}}; }
 inline Vec set1(float s) { return {{s, s, s, s}}; }
 inline Vec load(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
 inline void store(float* p, Vec a) { std::memcpy(p, a.v, sizeof a.v); }
-#define ETE_LANES(expression)                       \
-  Vec r;                                            \
+#define ETE_LANES(expression)                        \
+  Vec r;                                             \
   for (int i = 0; i < 4; ++i) r.v[i] = (expression); \
   return r
 inline Vec operator+(Vec a, Vec b) { ETE_LANES(a.v[i] + b.v[i]); }
@@ -85,6 +127,33 @@ inline Vec operator/(Vec a, Vec b) { ETE_LANES(a.v[i] / b.v[i]); }
 // No fused multiply-add is assumed here (a library call per lane would be far slower): one more rounding per step.
 inline Vec fma(Vec a, Vec b, Vec c) { ETE_LANES(a.v[i] * b.v[i] + c.v[i]); }
 inline Vec max(Vec a, Vec b) { ETE_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline Vec min(Vec a, Vec b) { ETE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline Vec sqrt(Vec a) { ETE_LANES(__builtin_sqrtf(a.v[i])); }
+inline Vec abs(Vec a) { ETE_LANES(__builtin_fabsf(a.v[i])); }
+inline Vec copy_sign(Vec a, Vec sign) { ETE_LANES(__builtin_copysignf(a.v[i], sign.v[i])); }
+inline Vec select_less(Vec a, Vec b, Vec x, Vec y) { ETE_LANES(a.v[i] < b.v[i] ? x.v[i] : y.v[i]); }
+// Adding 1.5 * 2^23 leaves no bit for a fraction, and the low bits of the sum's word count the integer.
+constexpr float kRoundingShift = 12582912.0f;
+inline Vec round_nearest(Vec a) { ETE_LANES((a.v[i] + kRoundingShift) - kRoundingShift); }
+inline float power_of_2(uint32_t n) {
+  const uint32_t word = (n + 127) << 23;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+// Two exact steps, so that results below the normal range are rounded once.
+inline Vec scale_by_power(Vec a, Vec n) {
+  Vec r;
+  for (int i = 0; i < 4; ++i) {
+    const float shifted = n.v[i] + kRoundingShift;
+    uint32_t word;
+    std::memcpy(&word, &shifted, 4);
+    const int32_t whole = int32_t(word - 0x4b400000u);
+    const int32_t first = whole >> 1;
+    r.v[i] = a.v[i] * power_of_2(uint32_t(first)) * power_of_2(uint32_t(whole) - uint32_t(first));
+  }
+  return r;
+}
 inline float bf16_to_float(uint16_t bits) {
   const uint32_t word = uint32_t(bits) << 16;
   float value;
