@@ -39,7 +39,7 @@ inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
 inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 inline Vec copy_sign(Vec a, Vec sign) {
   const __m512i bits = _mm512_ternarylogic_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(sign.v),
-                                                 _mm512_set1_epi32(INT32_MIN), 0xac);
+                                                 _mm512_set1_epi32(INT32_MIN), 0xd8);
   return {_mm512_castsi512_ps(bits)};
 }
 inline Vec select_less(Vec a, Vec b, Vec x, Vec y) {
