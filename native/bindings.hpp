@@ -5,5 +5,6 @@
 namespace ete {
 
 void bind_pool(nanobind::module_& m);
+void bind_formats(nanobind::module_& m);
 
 }  // namespace ete

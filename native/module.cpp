@@ -5,4 +5,5 @@
 NB_MODULE(_native, m) {
   m.doc() = "Native CPU library of EdgeTransformerEngine.";
   ete::bind_pool(m);
+  ete::bind_formats(m);
 }
