@@ -3,13 +3,13 @@
     python benchmarks/compare_llama_cpp.py --peer-python PEER/bin/python [MODEL.gguf]
 
 PEER is an environment with `llama-cpp-python` (benchmarks/README.md says how to build it); this script runs in the
-environment of the engine. Every measurement is a fresh process, the page cache is warm, and the sides alternate. Each cell
-is the median over the rounds with the best in brackets; `ratio` is ours over the better of llama.cpp's two medians (flash
-attention off and on), and `asked` is what the project holds itself to.
+environment of the engine. Every measurement is a fresh process, the page cache is warm, and the sides alternate. Each
+cell is the median over the rounds with the best in brackets; `ratio` is ours over the better of llama.cpp's two
+medians (flash attention off and on), and `asked` is what the project holds itself to.
 
-Measured: decode of 96 tokens after a 16-token prompt; prefill of 512 tokens with logits for the last; time from the start
-of the process to the first token of the 16-token prompt at context 2048; peak resident memory with mapped pages, up to
-that first token and up to the end of prefill and decode.
+Measured: decode of 96 tokens after a 16-token prompt; prefill of 512 tokens with logits for the last; time from the
+start of the process to the first token of the 16-token prompt at context 2048; peak resident memory with mapped
+pages, up to that first token and up to the end of prefill and decode.
 """
 
 import argparse
@@ -120,7 +120,8 @@ def measure(side: Side, model: Path, threads: int, full: bool) -> dict[str, floa
 def table(
     figures: dict[tuple[str, int, str], list[float]], peers: list[str], ours: str, thread_counts: list[int]
 ) -> list[str]:
-    rows = ["| measure | threads | " + " | ".join([*peers, ours, "ratio", "asked"]) + " |", "|---" * (5 + len(peers)) + "|"]
+    columns = ["measure", "threads", *peers, ours, "ratio", "asked"]
+    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for item in MEASURES:
         for threads in thread_counts:
             cells = [cell(figures.get((side, threads, item.key)), item) for side in [*peers, ours]]

@@ -1,7 +1,7 @@
 """One measurement of llama.cpp in a process of its own; prints one JSON object. Started by compare_llama_cpp.py.
 
-Runs under the interpreter that has the `llama-cpp-python` package, on that package's low-level functions, so that nothing
-but llama.cpp itself is timed: logits for the last row only, the greedy token picked by numpy.
+Runs under the interpreter that has the `llama-cpp-python` package, on that package's low-level functions, so that
+nothing but llama.cpp itself is timed: logits for the last row only, the greedy token picked by numpy.
 """
 
 import ctypes

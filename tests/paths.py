@@ -1,8 +1,8 @@
 """Where tests find files that are not in the repository: real models and the shared folder of reference data.
 
-Every function returns a path, or skips the calling test with one line that says what to do. Where the environment names a
-folder and the file is not in it, the test fails: so continuous integration cannot skip what it set up. Nothing is
-downloaded here (fetch_models.py does that), and no package is imported.
+Every function returns a path, or skips the calling test with one line that says what to do. Where the environment
+names a folder and the file is not in it, the test fails: so continuous integration cannot skip what it set up.
+Nothing is downloaded here (fetch_models.py does that), and no package is imported.
 """
 
 import importlib.util
