@@ -5,6 +5,7 @@ holds.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
@@ -76,8 +77,9 @@ class PassResult:
 
 
 class Engine:
-    """A model on a backend. Owns weights, workspace and nothing else; sequences are made by it and owned by the
-    caller.
+    """A model on a backend. Owns weights, workspace and nothing else; sequences are made by it and owned by the caller.
+
+    One pass at a time: whoever shares an engine between threads holds `lock` over a pass and the reading of its logits.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Engine:
     ) -> None:
         self.spec = spec
         self.config = spec.config
+        self.lock = threading.RLock()
         self.max_rows = max_rows
         self._checkpoint = checkpoint
         self._backend = backend
@@ -146,18 +149,21 @@ class Engine:
         What had been processed when `cancelled` said yes stays in the sequence. Chunk size changes no bit of the
         result.
         """
-        done, result = 0, None
+        done, logits = 0, None
         while done < len(tokens):
             count = self.chunk_length(len(sequence), len(tokens) - done, chunk_rows)
             last = done + count == len(tokens)
-            part = tokens[done : done + count]
-            result = self.step([Chunk(sequence, part, "prompt", "last" if last else "none")], cancelled)
-            if result is None:
-                return None
+            chunk = Chunk(sequence, tokens[done : done + count], "prompt", "last" if last else "none")
+            with self.lock:
+                result = self.step([chunk], cancelled)
+                if result is None:
+                    return None
+                if last:
+                    logits = result.logits()[0]
             done += count
             if progress is not None:
                 progress(done, len(tokens))
-        return None if result is None else result.logits()[0]
+        return logits
 
     def chunk_length(self, position: int, remaining: int, chunk_rows: int | None = None) -> int:
         """How many of `remaining` prompt tokens the next chunk takes when it starts at `position`."""

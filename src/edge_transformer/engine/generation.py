@@ -1,0 +1,196 @@
+"""Generating text from one sequence: prefill, then token by token, with end tokens, stop strings and streaming text."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.sampling import GenerationConfig, TokenLogprobs, sample, token_logprobs
+from edge_transformer.engine.sequence import Sequence as EngineSequence
+from edge_transformer.text.stream import StopStrings, StreamDecoder
+from edge_transformer.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds and counts. `prompt_tokens` are those of the prompt; `processed_tokens` those that had to be computed,
+    the others were kept from an earlier call with the same beginning.
+    """
+
+    load_s: float
+    prefill_s: float
+    decode_s: float
+    prompt_tokens: int
+    processed_tokens: int
+    generated_tokens: int
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.processed_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first, per second."""
+        return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generated text. `ids` are all new tokens, an end token or the tokens of a stop string included; `text` has
+    neither.
+
+    finish_reason: "stop" (end token or stop string), "length" (max_tokens), "context" (the context is full),
+    "interrupted" (cancelled before its end).
+    """
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logprobs: tuple[TokenLogprobs, ...] | None
+    seed: int
+    timings: Timings
+
+
+@dataclass(slots=True)
+class _State:
+    """What there is so far."""
+
+    ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    finish_reason: str = "interrupted"
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    processed_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Stream(Iterator[str]):
+    """The pieces of a text as they are made. `result` is there at any time: what has been generated so far.
+
+    Iterating to the end, `cancel`, or leaving a `with` block ends the generation and frees its state.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        sequence: EngineSequence,
+        prompt_ids: Sequence[int],
+        end_token_ids: Sequence[int],
+        config: GenerationConfig,
+        context_length: int,
+        *,
+        load_s: float = 0.0,
+        finished: Callable[[EngineSequence], None] = EngineSequence.close,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.seed = int.from_bytes(os.urandom(8), "little") if config.seed is None else config.seed
+        self._prompt_ids = tuple(prompt_ids)
+        self._load_s = load_s
+        self._state = _State()
+        self._cancelled = False
+        self._end_token_ids = frozenset() if config.ignore_eos else frozenset(end_token_ids)
+        self._context_length = context_length
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._progress = progress
+        self._pieces = self._run(sequence, finished)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def result(self) -> Generation:
+        """The generation, complete or as far as it has come."""
+        state = self._state
+        return Generation(
+            prompt_ids=self._prompt_ids,
+            ids=tuple(state.ids),
+            text="".join(state.text),
+            finish_reason=state.finish_reason,
+            logprobs=None if self.config.logprobs is None else tuple(state.logprobs),
+            seed=self.seed,
+            timings=Timings(
+                load_s=self._load_s,
+                prefill_s=state.prefill_s,
+                decode_s=state.decode_s,
+                prompt_tokens=len(self._prompt_ids),
+                processed_tokens=state.processed_tokens,
+                generated_tokens=len(state.ids),
+            ),
+        )
+
+    def cancel(self) -> None:
+        """End the generation at the next layer border; may be called from another thread or a signal handler."""
+        self._cancelled = True
+
+    def close(self) -> None:
+        """End the generation now, if it has not ended, and free its state."""
+        self.cancel()
+        self._pieces.close()
+
+    def _run(self, sequence: EngineSequence, finished: Callable[[EngineSequence], None]) -> Iterator[str]:
+        state = self._state
+        decoder = StreamDecoder(self._tokenizer, self._prompt_ids)
+        stops = StopStrings(self.config.stop)
+        try:
+            started = time.perf_counter()
+            todo = self._prompt_ids[len(sequence) :]
+            logits = self._engine.prefill(sequence, todo, progress=self._progress, cancelled=lambda: self._cancelled)
+            state.processed_tokens = len(todo)
+            state.prefill_s = time.perf_counter() - started
+            started = time.perf_counter()
+            while logits is not None:
+                token = self._choose(logits)
+                state.decode_s = time.perf_counter() - started
+                ended = token in self._end_token_ids
+                piece, hit = ("", False) if ended else stops.push(decoder.push(token))
+                if ended or hit:
+                    state.finish_reason = "stop"
+                elif self.config.max_tokens is not None and len(state.ids) >= self.config.max_tokens:
+                    state.finish_reason = "length"
+                elif len(sequence) + 1 > self._context_length:
+                    state.finish_reason = "context"
+                if state.finish_reason != "interrupted" and not hit:
+                    rest, _ = stops.push(decoder.finish())
+                    piece += rest + stops.flush()
+                if piece:
+                    state.text.append(piece)
+                    yield piece
+                if state.finish_reason != "interrupted" or self._cancelled:
+                    return
+                logits = self._decode(sequence, token)
+        finally:
+            finished(sequence)
+
+    def _choose(self, logits: npt.NDArray[np.float32]) -> int:
+        """Take the next token and record it."""
+        state = self._state
+        token = sample(logits, self.config, self.seed, self._prompt_ids, state.ids)
+        if self.config.logprobs is not None:
+            state.logprobs.append(token_logprobs(logits, token, self.config.logprobs))
+        state.ids.append(token)
+        return token
+
+    def _decode(self, sequence: EngineSequence, token: int) -> npt.NDArray[np.float32] | None:
+        """Logits f32 [V] after `token`, or None when cancelled."""
+        with self._engine.lock:
+            result = self._engine.step([Chunk(sequence, [token], "decode", "last")], lambda: self._cancelled)
+            return None if result is None else result.logits()[0]

@@ -1,0 +1,277 @@
+"""The public object: a model that has been loaded and answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_transformer._native import ThreadPool
+from edge_transformer.cpu.backend import CpuBackend
+from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.generation import Generation, Stream
+from edge_transformer.engine.sampling import GenerationConfig
+from edge_transformer.engine.sequence import Sequence as EngineSequence
+from edge_transformer.engine.weights import HostWeights
+from edge_transformer.errors import ContextLengthError, TextError, UsageError
+from edge_transformer.formats.open import open_checkpoint
+from edge_transformer.hub import resolve
+from edge_transformer.models.config import ModelConfig
+from edge_transformer.models.read import read_model
+from edge_transformer.ops.backend import Backend
+from edge_transformer.ops.batch import KV_TILE_POSITIONS
+from edge_transformer.ops.reference.backend import ReferenceBackend
+from edge_transformer.ops.tensor import DType
+from edge_transformer.text.chat_template import ChatTemplate
+from edge_transformer.text.load import load_text
+from edge_transformer.text.tokenizer import Tokenizer
+
+Message = Mapping[str, object]
+"""One chat message: {"role": "system" | "user" | "assistant", "content": "…"}."""
+
+KV_DTYPES = {"f32": DType.F32, "bf16": DType.BF16}
+
+
+class LLM:
+    """A language model, loaded and ready.
+
+    model: a folder, a .gguf file, a Hugging Face id ("org/name"), or "demo".
+    context_length: at most this many tokens of prompt and answer (None: what the model was made for).
+    threads: CPU threads (None: the cores this process may use). kv_dtype: "bf16" or "f32".
+    backend: "cpu", or "reference" (numpy; slow, for checking). progress: called as progress(stage, done, total).
+    offline: never ask the network.
+
+    Close it, or use it as a context manager, to unmap files and end threads. Several streams may be open at once; calls
+    from several threads take turns.
+    Raises ModelNotFoundError, FormatError, UnsupportedModelError, TextError, CapacityError, UsageError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        context_length: int | None = None,
+        threads: int | None = None,
+        kv_dtype: str = "bf16",
+        backend: str = "cpu",
+        progress: Callable[[str, int, int], None] | None = None,
+        offline: bool = False,
+    ) -> None:
+        started = time.perf_counter()
+        if kv_dtype not in KV_DTYPES:
+            raise UsageError(f"kv_dtype is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
+        self.path = resolve(model, offline=offline, progress=progress)
+        self._checkpoint = open_checkpoint(self.path)
+        try:
+            self._spec = read_model(self._checkpoint)
+            self.context_length = _context_length(self._spec.config, context_length)
+            self._backend, pool = _make_backend(backend, threads)
+            # The tokenizer is built in a second thread: weights are re-arranged by native code meanwhile.
+            with ThreadPoolExecutor(1) as executor:
+                text = executor.submit(load_text, self._checkpoint)
+                weights = HostWeights(self._checkpoint, self._spec, pool, progress)
+                self.tokenizer: Tokenizer
+                self.chat_template: ChatTemplate | None
+                self.tokenizer, self.chat_template, self.end_token_ids = text.result()
+            self.engine = Engine(self._checkpoint, self._spec, self._backend, weights, KV_DTYPES[kv_dtype])
+        except BaseException:
+            self._checkpoint.close()
+            raise
+        self._weights = weights
+        self._kept_lock = threading.Lock()
+        self._kept: tuple[EngineSequence, int] | None = None
+        self._closed = False
+        self.load_s = time.perf_counter() - started
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is: sizes, windows, ropes, as read and checked by the gate."""
+        return self._spec.config
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of host memory by purpose. `kv_per_token` is a rate: bytes for each token of context."""
+        layers = self.engine.state_shape.layers
+        return {
+            "weights_rearranged": self._weights.slab_bytes,
+            "weights_mapped": self._weights.mapped_bytes,
+            "workspace": self.engine.workspace_bytes,
+            "kv_per_token": sum(layer.tile_bytes // KV_TILE_POSITIONS for layer in layers),
+        }
+
+    def encode(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt: chat messages, or a text (one user message; with raw=True the text itself).
+
+        Raises TextError when there is no chat template, or it refuses the messages.
+        """
+        if raw:
+            if not isinstance(prompt, str):
+                raise UsageError("raw=True takes a text, not messages")
+            return self.tokenizer.encode(prompt)
+        if self.chat_template is None:
+            raise TextError(
+                f"{self.path}: this model has no chat template, so it cannot answer as a chat model; "
+                "continue plain text with raw=True (--raw)"
+            )
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        # The template writes the begin-of-sequence token itself where the model wants one.
+        return self.tokenizer.encode(self.chat_template.render(messages), add_bos=False)
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        config: GenerationConfig | None = None,
+        *,
+        raw: bool = False,
+        prefill_progress: Callable[[int, int], None] | None = None,
+        **overrides: Any,
+    ) -> Stream:
+        """Start an answer; iterate over the returned stream for its pieces. `overrides` are fields of GenerationConfig.
+
+        Raises TextError, UsageError, ContextLengthError at once; NumericError and FileChangedError while iterating.
+        """
+        if self._closed:
+            raise UsageError("this LLM has been closed")
+        config = make_config(config, overrides)
+        prompt_ids = self.encode(prompt, raw=raw)
+        self._check_prompt(prompt_ids)
+        self._checkpoint.check_unchanged()
+        return Stream(
+            self.engine,
+            self.tokenizer,
+            self._sequence_for(prompt_ids),
+            prompt_ids,
+            self.end_token_ids,
+            config,
+            self.context_length,
+            load_s=self.load_s,
+            finished=lambda sequence: self._keep(sequence, len(prompt_ids)),
+            progress=prefill_progress,
+        )
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message],
+        config: GenerationConfig | None = None,
+        *,
+        raw: bool = False,
+        **overrides: Any,
+    ) -> Generation:
+        """The whole answer. Arguments and errors as in `stream`."""
+        with self.stream(prompt, config, raw=raw, **overrides) as stream:
+            for _ in stream:
+                pass
+            return stream.result
+
+    def score_blocks(
+        self, ids: Sequence[int], chunk_rows: int | None = None
+    ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Yield (start, logits f32 [n, V]) for consecutive positions: row i holds the logits of token start + i + 1.
+
+        Each block is overwritten by the next. Raises ContextLengthError, UsageError.
+        """
+        self._check_prompt(ids)
+        self._checkpoint.check_unchanged()
+        sequence = self.engine.new_sequence()
+        try:
+            done = 0
+            while done < len(ids):
+                count = self.engine.chunk_length(done, len(ids) - done, chunk_rows)
+                with self.engine.lock:
+                    result = self.engine.step([Chunk(sequence, ids[done : done + count], "prompt", "all")])
+                    if result is not None:
+                        for rows, logits in result.blocks():
+                            yield done + rows[0][1], logits
+                done += count
+        finally:
+            sequence.close()
+
+    def close(self) -> None:
+        """Release mappings, memory and threads. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._kept_lock:
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            kept[0].close()
+        self.engine.close()
+        self._checkpoint.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise UsageError("the prompt is empty: it has no token to start from")
+        if len(ids) > self.context_length:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens; the context holds {self.context_length}. "
+                "Shorten the prompt or raise the context length (--ctx)"
+            )
+
+    def _sequence_for(self, prompt_ids: Sequence[int]) -> EngineSequence:
+        """The sequence kept from the last call, cut to the prompt tokens both have in common, or an empty one.
+
+        Only tokens that were prompt tokens are kept, so an answer does not depend on which calls came before it.
+        """
+        with self._kept_lock:
+            kept, self._kept = self._kept, None
+        if kept is None:
+            return self.engine.new_sequence()
+        sequence, prompt_length = kept
+        limit = min(prompt_length, len(sequence), len(prompt_ids) - 1)
+        common = next((i for i in range(limit) if sequence.tokens[i] != prompt_ids[i]), limit)
+        sequence.truncate(common)
+        return sequence
+
+    def _keep(self, sequence: EngineSequence, prompt_length: int) -> None:
+        with self._kept_lock:
+            old, self._kept = self._kept, (sequence, prompt_length)
+        if old is not None:
+            old[0].close()
+        if self._closed:
+            sequence.close()
+
+
+def make_config(config: GenerationConfig | None, overrides: Mapping[str, Any]) -> GenerationConfig:
+    """`config` (or the defaults) with some fields replaced. Raises UsageError for a field that does not exist."""
+    config = GenerationConfig() if config is None else config
+    unknown = sorted(set(overrides) - set(GenerationConfig.__dataclass_fields__))
+    if unknown:
+        known = ", ".join(GenerationConfig.__dataclass_fields__)
+        raise UsageError(f"unknown generation setting {unknown[0]!r}; known: {known}")
+    return replace(config, **overrides)
+
+
+def _context_length(config: ModelConfig, asked: int | None) -> int:
+    if asked is None:
+        return config.context_length
+    if not 1 <= asked <= config.context_length:
+        raise UsageError(
+            f"context length {asked} is out of range: this model was made for 1 to {config.context_length} tokens"
+        )
+    return asked
+
+
+def _make_backend(name: str, threads: int | None) -> tuple[Backend, ThreadPool | None]:
+    """The executor, and the thread pool that also re-arranges weights at load (None: one thread)."""
+    if name == "cpu":
+        backend = CpuBackend(threads)
+        return backend, backend.pool
+    if name == "reference":
+        return ReferenceBackend(), None
+    raise UsageError(f"backend is {name!r}; allowed: cpu, reference")
