@@ -1,0 +1,115 @@
+"""What has been pulled: listing and removing it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_transformer.errors import ModelNotFoundError
+from edge_transformer.hub.demo import cached_demo, demo_folder
+from edge_transformer.hub.huggingface import (
+    HubName,
+    cache_root,
+    cached_model,
+    current_snapshot,
+    parse_hub_name,
+    repository_folder,
+    snapshot_files,
+)
+from edge_transformer.hub.progress import silent
+from edge_transformer.hub.resolve import DEMO_NAME
+from edge_transformer.hub.selection import gguf_groups
+from edge_transformer.hub.storage import exclusive
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A complete model on this machine: what to call it, the folder or file it is, and its bytes on the disk."""
+
+    name: str
+    path: Path
+    nbytes: int
+
+
+def list_models() -> list[CachedModel]:
+    """Every complete model in the caches, the demo first: what was pulled here or by any Hugging Face tool."""
+    models = []
+    if (demo := cached_demo()) is not None:
+        models.append(CachedModel(DEMO_NAME, demo, demo.stat().st_size))
+    for folder in sorted(cache_root().glob("models--*--*")):
+        snapshot = current_snapshot(folder)
+        if snapshot is None:
+            continue
+        repository = folder.name.removeprefix("models--").replace("--", "/", 1)
+        models += _models_of(repository, snapshot)
+    return models
+
+
+def remove(name: str) -> int:
+    """Delete a pulled model; returns the bytes freed. A hub id without a colon removes its whole repository.
+
+    Raises ModelNotFoundError when nothing of that name was pulled (a path is never removed).
+    """
+    if name == DEMO_NAME:
+        return _remove_demo()
+    hub_name = parse_hub_name(name)
+    if hub_name is None:
+        raise ModelNotFoundError(
+            f"{name!r} was not pulled: only `demo` and hub ids are removed, files of your own are left alone"
+        )
+    folder = repository_folder(hub_name.repository)
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"{hub_name.repository} is not in the cache {cache_root()}; `ete list` shows what is")
+    if hub_name.selector is None:
+        freed = _bytes_of(folder)
+        shutil.rmtree(folder)
+        return freed
+    return _remove_gguf(hub_name, folder)
+
+
+def _models_of(repository: str, snapshot: Path) -> list[CachedModel]:
+    names = snapshot_files(snapshot)
+    models = []
+    if "config.json" in names and (path := cached_model(HubName(repository, None))) == snapshot:
+        nbytes = sum((path / name).stat().st_size for name in names if not name.endswith(".gguf"))
+        models.append(CachedModel(repository, path, nbytes))
+    for selector, files in gguf_groups(names).items():
+        if set(files).issubset(names):
+            nbytes = sum((snapshot / file).stat().st_size for file in files)
+            models.append(CachedModel(f"{repository}:{selector}", snapshot / selector, nbytes))
+    return models
+
+
+def _remove_demo() -> int:
+    folder = demo_folder()
+    demo = cached_demo()
+    if demo is None:
+        raise ModelNotFoundError(f"the demo model is not in {folder}; nothing to remove")
+    with exclusive(folder / ".lock", "pull of the demo model", silent):
+        freed = demo.stat().st_size
+        demo.unlink()
+    return freed
+
+
+def _remove_gguf(name: HubName, folder: Path) -> int:
+    """Delete the links of one GGUF model and the blobs behind them that no other revision links to."""
+    path = cached_model(name)
+    snapshot = current_snapshot(folder)
+    if path is None or snapshot is None:
+        raise ModelNotFoundError(f"{name} is not complete in the cache {cache_root()}; `ete list` shows what is")
+    freed = 0
+    for file in gguf_groups(snapshot_files(snapshot))[str(path.relative_to(snapshot))]:
+        link = snapshot / file
+        blob = link.resolve()
+        link.unlink()
+        others = (other for other in (folder / "snapshots").rglob("*") if other.is_symlink())
+        if blob != link and any(other.resolve() == blob for other in others):
+            continue
+        freed += blob.stat().st_size if blob != link else 0
+        blob.unlink(missing_ok=True)
+    return freed
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

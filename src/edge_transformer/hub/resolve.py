@@ -1,0 +1,86 @@
+"""From what a user calls a model to the folder or file it lies in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edge_transformer.errors import ModelNotFoundError
+from edge_transformer.hub.demo import cached_demo, pull_demo
+from edge_transformer.hub.huggingface import cache_root, cached_model, parse_hub_name, pull_model
+from edge_transformer.hub.progress import Progress, silent
+from edge_transformer.hub.selection import choose_gguf
+
+DEMO_NAME = "demo"
+
+
+def resolve(name: str | Path, *, offline: bool = False, progress: Progress | None = None) -> Path:
+    """The folder or .gguf file of a model; downloads it when it is named by `demo` or a hub id and not complete here.
+
+    name: a folder, a .gguf or .safetensors file, `demo`, `org/name`, `org/name:file.gguf` or `org/name:Q4_K_M`. What
+    exists as a path wins over a hub id; `./demo` is a folder. offline: only what is on this machine.
+    Raises ModelNotFoundError that says what was tried and what to do; CapacityError when the disk has no room.
+    """
+    progress = progress or silent
+    if name == DEMO_NAME:
+        if (found := cached_demo()) is not None:
+            return found
+        if offline:
+            raise ModelNotFoundError(
+                "the demo model is not on this machine; run `ete pull demo` while there is a network"
+            )
+        return pull_demo(progress)
+    if (local := _local(name)) is not None:
+        return local
+    hub_name = parse_hub_name(str(name)) if isinstance(name, str) else None
+    if hub_name is None:
+        raise _not_found(name)
+    if (found := cached_model(hub_name)) is not None:
+        return found
+    if offline:
+        raise ModelNotFoundError(
+            f"no model {str(name)!r}: there is no such path here, and it is not complete in the cache {cache_root()}; "
+            f"run `ete pull {name}` with a network"
+        )
+    return pull_model(hub_name, progress)
+
+
+def pull(name: str, *, progress: Progress | None = None) -> Path:
+    """Like `resolve`, but a hub id is brought up to date even when a complete copy is cached.
+
+    Raises ModelNotFoundError for what is a path or cannot be downloaded; CapacityError when the disk has no room.
+    """
+    progress = progress or silent
+    if name == DEMO_NAME:
+        return pull_demo(progress)
+    hub_name = parse_hub_name(name)
+    if hub_name is None:
+        raise _not_found(name)
+    return pull_model(hub_name, progress)
+
+
+def _local(name: str | Path) -> Path | None:
+    if not str(name):
+        raise ModelNotFoundError("the model's name is empty; give a folder, a .gguf file, a hub id or `demo`")
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            return _model_in_folder(path)
+        return path if path.exists() else None
+    except (OSError, ValueError) as error:  # a name too long, or with a NUL: no path, and no hub id either
+        raise ModelNotFoundError(f"no model {str(name)[:200]!r}: {error}") from error
+
+
+def _model_in_folder(folder: Path) -> Path:
+    """The folder itself, or the one GGUF model in it when it is no Hugging Face folder."""
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    if "config.json" in names or not any(name.endswith(".gguf") for name in names):
+        return folder
+    return folder / choose_gguf(names, None, str(folder))[0]
+
+
+def _not_found(name: str | Path) -> ModelNotFoundError:
+    text = str(name)
+    return ModelNotFoundError(
+        f"no model {text[:200]!r}: no folder or file of that name is here, and it is neither `demo` nor a hub id "
+        "(org/name, org/name:file.gguf or org/name:Q4_K_M)"
+    )
