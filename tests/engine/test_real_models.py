@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paths import REPOSITORY, gemma3_path, smollm2_path
 
 from edge_transformer import LLM
+from paths import REPOSITORY, gemma3_path, smollm2_path
 
 pytestmark = pytest.mark.real_model
 
