@@ -103,7 +103,8 @@ def sample(
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on (seed, position) only (Philox 4x64, Salmon et al. 2011)."""
-    generator = np.random.Generator(np.random.Philox(key=[seed, 0], counter=[0, 0, position, 0]))
+    key, counter = np.array([seed, 0], np.uint64), np.array([0, 0, position, 0], np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
     return float(generator.random())
 
 
