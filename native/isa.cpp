@@ -1,5 +1,8 @@
 #include "isa.hpp"
 
+#include <algorithm>
+#include <stdexcept>
+
 namespace ete {
 
 std::vector<std::string> available_instruction_sets() {
@@ -14,6 +17,15 @@ std::vector<std::string> available_instruction_sets() {
   if (avx512) names.emplace_back("avx512");
 #endif
   return names;
+}
+
+int instruction_set_index(const std::string& name) {
+  const auto names = available_instruction_sets();
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found != names.end()) return int(found - names.begin());
+  std::string there;
+  for (const auto& each : names) there += (there.empty() ? "" : ", ") + each;
+  throw std::invalid_argument("instruction set '" + name + "' is not available; this machine has: " + there);
 }
 
 }  // namespace ete

@@ -16,6 +16,8 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("threads", &ThreadPool::threads);
   m.def("available_instruction_sets", &available_instruction_sets,
         "Instruction sets that this processor has and this build holds, slowest first.");
+  m.def("instruction_set_index", &instruction_set_index, nb::arg("name"),
+        "The number by which ops know an instruction set. Raises ValueError when this machine lacks it.");
 }
 
 }  // namespace ete
