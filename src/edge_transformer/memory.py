@@ -17,7 +17,7 @@ HUGE_PAGE_BYTES = 2 << 20
 class HostMemory:
     """`nbytes` bytes of private anonymous memory at `address`, zero at first, aligned to 4096 or more.
 
-    huge_pages: ask the kernel for 2 MiB pages (the address is then aligned to 2 MiB); it may decline, which costs speed only.
+    huge_pages: ask the kernel for 2 MiB pages (the address is then aligned to 2 MiB); it may decline, costing speed.
     Views made from the address do not keep the memory alive: hold this object (as a Tensor's or Weight's `owner`).
     Raises CapacityError when the system refuses, ValueError when nbytes < 1.
     """

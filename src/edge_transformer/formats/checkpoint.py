@@ -18,7 +18,7 @@ class MappedFile(Protocol):
     address: int
 
     def check_unchanged(self) -> None:
-        """Raise FileChangedError when size or mtime differ from when the file was opened, or a page fault hit its end."""
+        """Raise FileChangedError when size or mtime differ from when the file was opened, or a read of it faulted."""
         ...
 
     def release_pages(self, offset: int, nbytes: int) -> None:

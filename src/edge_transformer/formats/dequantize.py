@@ -1,4 +1,4 @@
-"""Weight planes to float32, in numpy: the oracle's reading of every format, bit for bit as the GGUF format defines it."""
+"""Weight planes to float32, in numpy: the oracle's reading of every format, bit for bit as GGUF defines it."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ bits of the file, re-arranged.
 
 Order of codes inside a group, fixed after counting instructions for AVX-512 and for CUDA (docs/weight-layout.md):
 - 4-bit codes: per 32 columns 16 bytes; byte j holds column j in its low nibble and column j + 16 in its high nibble.
-- high bits ("high" plane): per 32 columns one little-endian 32-bit word per bit, bit i belongs to column i. 5-bit formats
-  have one word (bit 4), Q6_K two (bit 4, then bit 5).
+- high bits ("high" plane): per 32 columns one little-endian 32-bit word per bit, bit i belongs to column i. 5-bit
+  formats have one word (bit 4), Q6_K two (bit 4, then bit 5).
 - 8-bit codes: column order. F32, F16 and BF16: column order.
 """
 
@@ -49,7 +49,7 @@ class PlaneSpec:
 class FormatSpec:
     """A format: its planes in order, and the block of the GGUF file it is stored in.
 
-    `block_cols` divides the column count of every weight of the format; `file_block_bytes` is the size of one GGUF block.
+    `block_cols` divides the column count of every weight of the format; `file_block_bytes` is the size of a GGUF block.
     """
 
     format: WeightFormat
@@ -113,7 +113,7 @@ class WeightLayout:
 class Weight:
     """A weight matrix [rows, cols] in memory: a layout and the address its plane offsets count from.
 
-    `owner` keeps the memory (mapping, anonymous or page-locked buffer) alive; executors read only `layout` and `address`.
+    `owner` keeps the memory (mapping, anonymous or page-locked buffer) alive; executors read only layout and address.
     """
 
     layout: WeightLayout
@@ -144,7 +144,7 @@ def packed_layout(weight_format: WeightFormat, rows: int, cols: int) -> WeightLa
 
 
 def in_place_layout(weight_format: WeightFormat, rows: int, cols: int) -> WeightLayout | None:
-    """Layout of a row-major F32/F16/BF16 matrix used where it lies in a file; None when its rows cannot be used there."""
+    """Layout of a row-major F32/F16/BF16 matrix used where it lies in a file; None when its rows cannot be used so."""
     spec = FORMATS[weight_format]
     if spec.block_cols != 1:
         return None

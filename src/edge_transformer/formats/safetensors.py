@@ -1,0 +1,250 @@
+"""safetensors, a single file or shards with an index: header and index to named tensors in mapped files.
+
+A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data; the
+tensors cover the data exactly (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from edge_transformer.errors import FormatError, UnsupportedModelError
+from edge_transformer.formats.checkpoint import TensorInfo
+from edge_transformer.formats.json_file import parse_json_object, read_json_object
+from edge_transformer.formats.mapping import MappedModelFile
+from edge_transformer.formats.weight import FORMATS, WeightFormat
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+SMALL_HEADER_BYTES = 1 << 20  # up to here a header may be any part of its file, beyond it only a 16th
+MAX_DIMENSIONS = 8
+
+_READ_DTYPES = {"F32": WeightFormat.F32, "F16": WeightFormat.F16, "BF16": WeightFormat.BF16}
+_SHARD_NAME = re.compile(r"-\d{5}-of-(\d{5})\.safetensors")
+
+
+class SafetensorsCheckpoint:
+    """Tensors of one or more safetensors files; `metadata` is the parsed config.json beside them ({} without one)."""
+
+    container = "safetensors"
+
+    def __init__(
+        self,
+        path: Path,
+        files: list[MappedModelFile],
+        tensors: dict[str, TensorInfo],
+        metadata: dict[str, object],
+    ) -> None:
+        self.path = path
+        self._files = files
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+        self.metadata: Mapping[str, object] = MappingProxyType(metadata)
+
+    def check_unchanged(self) -> None:
+        """Raise FileChangedError when one of the files changed since it was opened."""
+        for file in self._files:
+            file.check_unchanged()
+
+    def close(self) -> None:
+        """Unmap all files. Addresses of tensors are invalid afterwards."""
+        for file in self._files:
+            file.close()
+
+
+def open_safetensors(path: Path) -> SafetensorsCheckpoint:
+    """Open a model folder (model.safetensors, or model.safetensors.index.json and its shards) or one file.
+
+    Raises FormatError for files that are corrupt, missing, or hold a dtype other than F32, F16, BF16;
+    UnsupportedModelError for adapters, quantization_config and auto_map.
+    """
+    folder = path if path.is_dir() else path.parent
+    metadata = _read_config(folder)
+    if not path.is_dir():
+        shard = _SHARD_NAME.search(path.name)
+        if shard and int(shard[1]) > 1:
+            raise FormatError(path, f"is one of {int(shard[1])} shards; give the folder {folder} instead")
+        return _open_files(path, {path.name: None}, folder, metadata)
+    _refuse_adapter(folder)
+    if (folder / SINGLE_FILE).exists():
+        return _open_files(path, {SINGLE_FILE: None}, folder, metadata)
+    if (folder / INDEX_FILE).exists():
+        return _open_files(path, _read_index(folder / INDEX_FILE), folder, metadata)
+    raise _no_weights(folder)
+
+
+def _open_files(
+    path: Path, expected: Mapping[str, set[str] | None], folder: Path, metadata: dict[str, object]
+) -> SafetensorsCheckpoint:
+    """Open the named files; `expected` has the tensors that the index places in each (None: no index)."""
+    files: list[MappedModelFile] = []
+    tensors: dict[str, TensorInfo] = {}
+    try:
+        for file_name, names in expected.items():
+            file = MappedModelFile(folder / file_name)
+            files.append(file)
+            for name, info in read_header(file).items():
+                if name in tensors:
+                    raise FormatError(file.path, f"is also in {tensors[name].file.path.name}", tensor=name)
+                if names is not None and name not in names:
+                    raise FormatError(file.path, f"is not placed in this file by {INDEX_FILE}", tensor=name)
+                tensors[name] = info
+            if names is not None and (missing := names - tensors.keys()):
+                raise FormatError(
+                    file.path, f"is placed in this file by {INDEX_FILE}, but not there", tensor=min(missing)
+                )
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return SafetensorsCheckpoint(path, files, tensors, metadata)
+
+
+def read_header(file: MappedModelFile) -> dict[str, TensorInfo]:
+    """The tensors of one file, in the order of the header. Raises FormatError, FileChangedError."""
+    try:
+        tensors = _parse_header(file)
+    except FormatError:
+        file.check_unchanged()  # a file that shrank is not a corrupt one
+        raise
+    file.check_unchanged()
+    return tensors
+
+
+def _parse_header(file: MappedModelFile) -> dict[str, TensorInfo]:
+    path = file.path
+    if file.nbytes < 8:
+        raise FormatError(path, f"is {file.nbytes} bytes long, too short for a safetensors file")
+    length = int.from_bytes(file.view(0, 8).tobytes(), "little")
+    # Real headers are a thousandth of their file. The bound keeps what parsing takes below the size of the file.
+    limit = min(file.nbytes - 8, MAX_HEADER_BYTES, max(SMALL_HEADER_BYTES, file.nbytes // 16))
+    if length > limit:
+        raise FormatError(path, f"its header claims {length} bytes, of which a file of {file.nbytes} can have {limit}")
+    header = parse_json_object(path, file.view(8, length).tobytes(), "the header")
+    _check_string_map(path, header.pop("__metadata__", {}))
+    data_start = 8 + length
+    tensors = {name: _read_entry(file, data_start, name, entry) for name, entry in header.items()}
+    _check_coverage(path, data_start, file.nbytes, tensors)
+    return tensors
+
+
+def _check_string_map(path: Path, value: object) -> None:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise FormatError(path, "the header's __metadata__ is not a map of strings")
+
+
+def _read_entry(file: MappedModelFile, data_start: int, name: str, entry: object) -> TensorInfo:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(
+            file.path, "its header entry does not have exactly dtype, shape and data_offsets", tensor=name
+        )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _READ_DTYPES:
+        reason = f"has dtype {str(dtype)[:40]}; F32, F16 and BF16 are read (convert the checkpoint to one of these)"
+        raise FormatError(file.path, reason, tensor=name)
+    if not _is_list_of_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise FormatError(file.path, f"has the shape {str(shape)[:80]}, not up to {MAX_DIMENSIONS} sizes", tensor=name)
+    if not _is_list_of_sizes(offsets) or len(offsets) != 2:
+        raise FormatError(file.path, f"has data_offsets {str(offsets)[:80]}, not a begin and an end", tensor=name)
+    begin, end = offsets
+    if not begin <= end <= file.nbytes - data_start:
+        reason = f"lies at bytes {begin} to {end} of the data, of which there are {file.nbytes - data_start}"
+        raise FormatError(file.path, reason, tensor=name)
+    weight_format = _READ_DTYPES[dtype]
+    nbytes = math.prod(shape) * FORMATS[weight_format].file_block_bytes
+    if nbytes != end - begin:
+        reason = f"shape {shape} of {dtype} needs {nbytes} bytes, the header gives it {end - begin}"
+        raise FormatError(file.path, reason, tensor=name)
+    return TensorInfo(name, tuple(shape), weight_format, file, data_start + begin, nbytes)
+
+
+def _is_list_of_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+
+
+def _check_coverage(path: Path, data_start: int, data_end: int, tensors: dict[str, TensorInfo]) -> None:
+    """The tensors follow one another from data_start to data_end, without overlap or hole."""
+    position = data_start
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
+        if info.offset < position:
+            raise FormatError(path, "overlaps the tensor before it", tensor=info.name)
+        if info.offset > position:
+            raise FormatError(path, f"there are {info.offset - position} unexplained bytes before it", tensor=info.name)
+        position += info.nbytes
+    if position != data_end:
+        raise FormatError(path, f"{data_end - position} bytes at the end belong to no tensor")
+
+
+def _read_index(path: Path) -> dict[str, set[str]]:
+    """The index's weight_map turned around: file name -> its tensors."""
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(path, "has no weight_map")
+    by_file: dict[str, set[str]] = {}
+    for name, file_name in weight_map.items():
+        # A shard lies in the folder itself; where a symlink there leads (a hub cache has them) is the user's business.
+        if (
+            not isinstance(file_name, str)
+            or file_name != Path(file_name).name
+            or not file_name.endswith(".safetensors")
+        ):
+            raise FormatError(
+                path, f"is placed in {str(file_name)[:200]!r}, which is no file of this folder", tensor=name
+            )
+        by_file.setdefault(file_name, set()).add(name)
+    for file_name in by_file:
+        if not (path.parent / file_name).is_file():
+            raise FormatError(path, f"names the shard {file_name[:200]!r}, which is missing; download the model again")
+    return by_file
+
+
+def _read_config(folder: Path) -> dict[str, object]:
+    """config.json of a folder ({} when there is none), without the settings that nothing here can honour."""
+    path = folder / "config.json"
+    if not path.exists():
+        return {}
+    config = read_json_object(path)
+    parts = {"": config, "text_config.": config.get("text_config")}
+    for prefix, part in parts.items():
+        if not isinstance(part, dict):
+            continue
+        if quantization := part.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise UnsupportedModelError(
+                f"{path}: {prefix}quantization_config (method {str(method)[:40]!r}) is not supported; use the model's "
+                "unquantized weights, or a GGUF file of it"
+            )
+        if part.get("auto_map"):
+            raise UnsupportedModelError(
+                f"{path}: {prefix}auto_map asks for Python code that comes with the model, which is never run; use a "
+                "version of the model that transformers loads without trust_remote_code, or a GGUF file of it"
+            )
+    return config
+
+
+def _refuse_adapter(folder: Path) -> None:
+    if (folder / "adapter_config.json").exists():
+        raise UnsupportedModelError(
+            f"{folder}: adapter_config.json: an adapter (LoRA) is not a model by itself; merge it into its base model "
+            "(peft: merge_and_unload, then save_pretrained) and give that folder"
+        )
+
+
+def _no_weights(folder: Path) -> FormatError:
+    names = sorted(entry.name for entry in folder.iterdir())
+    if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+        return FormatError(
+            folder,
+            f"has only pickled weights ({pickled[0]}), which can run code when they are loaded and are not read; "
+            "convert them to safetensors (transformers: save_pretrained) or use a GGUF file",
+        )
+    if others := [name for name in names if name.endswith(".safetensors")]:
+        return FormatError(
+            folder, f"has neither {SINGLE_FILE} nor {INDEX_FILE}, but {others[0]}: give that file's path"
+        )
+    return FormatError(folder, f"has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} nor a .gguf file")
