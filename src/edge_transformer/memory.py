@@ -9,9 +9,19 @@ import contextlib
 import ctypes
 import mmap
 
+import numpy as np
+import numpy.typing as npt
+
 from edge_transformer.errors import CapacityError
 
 HUGE_PAGE_BYTES = 2 << 20
+
+
+def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """`nbytes` bytes of raw memory as an array that shares it. The caller keeps the memory alive."""
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), np.uint8)
 
 
 class HostMemory:

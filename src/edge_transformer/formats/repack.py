@@ -2,30 +2,71 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer._native import ThreadPool
+from edge_transformer import _native
 from edge_transformer.formats.checkpoint import TensorInfo
-from edge_transformer.formats.weight import WeightLayout
+from edge_transformer.formats.dequantize import dequantize, values_to_float32
+from edge_transformer.formats.weight import FORMATS, Weight, WeightLayout, packed_layout
+from edge_transformer.memory import bytes_at
 
 
 def repack(
     info: TensorInfo,
     layout: WeightLayout,
     destination: int,
-    pool: ThreadPool | None = None,
+    pool: _native.ThreadPool | None = None,
     row_order: npt.NDArray[np.int64] | None = None,
 ) -> None:
     """Write the planes of matrix `info` ([rows, cols] as in `layout`) at address `destination`, bit for bit.
 
     destination: layout.nbytes writable bytes, 256-aligned. Padding of rows and planes is not written.
     row_order: int64 [rows]; output row r comes from source row row_order[r] (None: same order).
-    The source's whole pages are released afterwards. The GIL is released meanwhile.
+    The source's whole pages are released on the way. The GIL is released meanwhile. Raises FileChangedError when the
+    file changed before all was read, ValueError when an argument does not fit `info`.
     """
-    raise NotImplementedError
+    cols = info.shape[-1] if info.shape else 1
+    rows = math.prod(info.shape) // cols if cols else 0
+    if (layout.format, layout.rows, layout.cols) != (info.format, rows, cols):
+        raise ValueError(f"layout of {layout.format} [{layout.rows}, {layout.cols}] for {info}")
+    order_address = 0
+    if row_order is not None:
+        row_order = np.ascontiguousarray(row_order, np.int64)
+        if row_order.shape != (rows,) or (rows and not 0 <= row_order.min() <= row_order.max() < rows):
+            raise ValueError(f"row_order must hold {rows} rows of {info}")
+        order_address = row_order.ctypes.data
+    _native.repack_weight(
+        info.format,
+        info.file.address + info.offset,
+        rows,
+        cols // FORMATS[info.format].block_cols,
+        order_address,
+        destination,
+        [plane.offset for plane in layout.planes],
+        [plane.row_pitch for plane in layout.planes],
+        pool,
+    )
+    info.file.check_unchanged()
 
 
 def read_vector(info: TensorInfo) -> npt.NDArray[np.float32]:
-    """All values of a tensor of any format as a fresh float32 array of its shape."""
-    raise NotImplementedError
+    """All values of a tensor of any format as a fresh float32 array of its shape. Raises FileChangedError."""
+    count = math.prod(info.shape)
+    if count == 0:
+        return np.zeros(info.shape, np.float32)
+    if FORMATS[info.format].block_cols > 1:
+        return _read_quantized(info)
+    data = bytes_at(info.file.address + info.offset, info.nbytes).copy()
+    info.file.check_unchanged()
+    return values_to_float32(data, info.format).reshape(info.shape)
+
+
+def _read_quantized(info: TensorInfo) -> npt.NDArray[np.float32]:
+    cols = info.shape[-1]
+    layout = packed_layout(info.format, math.prod(info.shape) // cols, cols)
+    planes = np.zeros(layout.nbytes, np.uint8)
+    repack(info, layout, planes.ctypes.data)
+    return dequantize(Weight(layout, planes.ctypes.data, planes)).reshape(info.shape)
