@@ -57,6 +57,17 @@ inline Vec load_f16(const uint16_t* p) {
 inline Vec load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+// Rounds to the nearest bf16, ties to even; a NaN stays a quiet NaN.
+inline void store_bf16(uint16_t* p, Vec a) {
+  const __m512i bits = _mm512_castps_si512(a.v);
+  const __m512i top = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(top, _mm512_set1_epi32(1));
+  const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i quiet = _mm512_or_si512(top, _mm512_set1_epi32(0x40));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  const __m512i words = _mm512_mask_blend_epi32(is_nan, _mm512_srli_epi32(sum, 16), quiet);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(words));
+}
 
 #elif defined(ETE_ISA_avx2)
 
@@ -104,6 +115,18 @@ inline Vec load_f16(const uint16_t* p) {
 }
 inline Vec load_i8(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+// Rounds to the nearest bf16, ties to even; a NaN stays a quiet NaN.
+inline void store_bf16(uint16_t* p, Vec a) {
+  const __m256i bits = _mm256_castps_si256(a.v);
+  const __m256i top = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(top, _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(top, _mm256_set1_epi32(0x40));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
+  const __m256i words = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), quiet, is_nan);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
 
 #else
@@ -176,6 +199,16 @@ inline float f16_to_float(uint16_t bits) {
 inline Vec load_bf16(const uint16_t* p) { ETE_LANES(bf16_to_float(p[i])); }
 inline Vec load_f16(const uint16_t* p) { ETE_LANES(f16_to_float(p[i])); }
 inline Vec load_i8(const int8_t* p) { ETE_LANES(float(p[i])); }
+// Rounds to the nearest bf16, ties to even; a NaN stays a quiet NaN.
+inline uint16_t float_to_bf16(float value) {
+  uint32_t word;
+  std::memcpy(&word, &value, 4);
+  const uint32_t nearest = word + 0x7fff + ((word >> 16) & 1);
+  return uint16_t((value != value ? word | 0x400000 : nearest) >> 16);
+}
+inline void store_bf16(uint16_t* p, Vec a) {
+  for (int i = 0; i < 4; ++i) p[i] = float_to_bf16(a.v[i]);
+}
 #undef ETE_LANES
 
 #endif
