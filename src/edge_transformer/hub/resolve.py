@@ -8,7 +8,6 @@ from edge_transformer.errors import ModelNotFoundError
 from edge_transformer.hub.demo import cached_demo, pull_demo
 from edge_transformer.hub.huggingface import cache_root, cached_model, parse_hub_name, pull_model
 from edge_transformer.hub.progress import Progress, silent
-from edge_transformer.hub.selection import choose_gguf
 
 DEMO_NAME = "demo"
 
@@ -63,19 +62,9 @@ def _local(name: str | Path) -> Path | None:
         raise ModelNotFoundError("the model's name is empty; give a folder, a .gguf file, a hub id or `demo`")
     path = Path(name).expanduser()
     try:
-        if path.is_dir():
-            return _model_in_folder(path)
         return path if path.exists() else None
     except (OSError, ValueError) as error:  # a name too long, or with a NUL: no path, and no hub id either
         raise ModelNotFoundError(f"no model {str(name)[:200]!r}: {error}") from error
-
-
-def _model_in_folder(folder: Path) -> Path:
-    """The folder itself, or the one GGUF model in it when it is no Hugging Face folder."""
-    names = [path.name for path in folder.iterdir() if path.is_file()]
-    if "config.json" in names or not any(name.endswith(".gguf") for name in names):
-        return folder
-    return folder / choose_gguf(names, None, str(folder))[0]
 
 
 def _not_found(name: str | Path) -> ModelNotFoundError:

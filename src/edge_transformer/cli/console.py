@@ -1,0 +1,103 @@
+"""What the terminal shows beside the answer: progress bars, statistics and notes, all on the error stream."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from edge_transformer import Generation
+    from edge_transformer.hub import Progress
+
+BAR_AFTER_SECONDS = 0.3
+
+
+def note(text: str) -> None:
+    """A line for the person at the terminal."""
+    click.echo(text, err=True)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A Progress that draws one bar on the error stream while the block runs, and leaves nothing behind.
+
+    Draws only on a terminal, and only what takes longer than BAR_AFTER_SECONDS: shorter work ends before rich is
+    imported.
+    """
+    bar = _Bar(visible=sys.stderr.isatty())
+    try:
+        yield bar.report
+    finally:
+        bar.close()
+
+
+class _Bar:
+    """One rich progress bar, made when the work has proved long."""
+
+    def __init__(self, visible: bool) -> None:
+        self._visible = visible
+        self._started = time.monotonic()
+        self._progress: Any = None
+        self._task: Any = None
+
+    def report(self, what: str, done: int, total: int) -> None:
+        if not self._visible or (self._progress is None and time.monotonic() - self._started < BAR_AFTER_SECONDS):
+            return
+        if self._progress is None:
+            self._progress = _rich_progress()
+            self._task = self._progress.add_task(what, total=None)
+            self._progress.start()
+        self._progress.update(self._task, description=what, completed=done, total=total or None)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self._visible = False
+
+
+def _rich_progress() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def statistics(generation: Generation) -> str:
+    """One line: tokens and rates of prompt and answer, load time, the process's peak memory."""
+    timings = generation.timings
+    kept = timings.prompt_tokens - timings.processed_tokens
+    return (
+        f"prompt {timings.prompt_tokens} tokens{f' ({kept} kept)' if kept else ''}"
+        f", {timings.prefill_tokens_per_s:.1f} tok/s"
+        f" | answer {timings.generated_tokens} tokens, {timings.decode_tokens_per_s:.1f} tok/s"
+        f" | load {timings.load_s:.2f} s | peak memory {size(peak_memory())}"
+    )
+
+
+def peak_memory() -> int:
+    """Most bytes that this process has had in memory, pages of mapped files included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: `94.1 MiB`."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

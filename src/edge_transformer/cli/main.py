@@ -1,0 +1,101 @@
+"""The command `ete`: its list of subcommands, and how errors become messages and exit codes.
+
+A subcommand's file is imported when it is run or asked for help, so that `ete --help` and `ete --version` load nothing
+but click.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+import edge_transformer
+from edge_transformer.errors import EdgeTransformerError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+# name: (module, one line of help); the line equals the command's own short_help
+COMMANDS = {
+    "run": ("edge_transformer.cli.run", "Answer one prompt."),
+    "chat": ("edge_transformer.cli.chat", "Talk with a model, turn by turn."),
+    "info": ("edge_transformer.cli.info", "Say what a model is and whether it can run, without loading it."),
+    "pull": ("edge_transformer.cli.pull", "Download a model, or bring it up to date."),
+    "list": ("edge_transformer.cli.list", "List the downloaded models."),
+    "rm": ("edge_transformer.cli.rm", "Delete a downloaded model."),
+}
+
+EPILOG = """\b
+MODEL is a folder, a .gguf file, `demo` (SmolLM2-135M-Instruct, 94 MiB), or a hub
+id: org/name, org/name:FILE.gguf or org/name:FORMAT (such as Q4_K_M).
+
+\b
+Exit codes:
+    0  done                              6  tokenizer or chat template
+    1  any other error                   7  prompt longer than the context
+    2  wrong usage                       8  NaN or infinity in the model
+    3  model file corrupt or not read    9  not enough memory or disk
+    4  model refused: not supported    130  interrupted by Ctrl-C
+    5  model not found                 141  reader of the output has gone
+
+\b
+Environment: ETE_CACHE (folder of the demo model), HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE (hub models), ETE_CPU_ISA (force an instruction set), NO_COLOR.
+"""
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are imported when they are needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except EdgeTransformerError as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+        except BrokenPipeError:
+            # What is still buffered has no reader; without this the interpreter would complain about it at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(BROKEN_PIPE)
+
+
+@click.group(
+    cls=LazyGroup,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(edge_transformer.__version__, prog_name="ete", message="%(prog)s %(version)s")
+def ete() -> None:
+    """Run language models exactly, in little memory.
+
+    \b
+    ete run demo "Why is the sky blue?"
+    ete chat demo
+    """
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character shows a question mark, and the program goes on.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    ete(prog_name="ete")
