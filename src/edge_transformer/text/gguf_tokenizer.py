@@ -1,0 +1,175 @@
+"""A tokenizer from the metadata of a GGUF file (tokenizer.ggml.*).
+
+Model "gpt2" is byte-level BPE with ranked merges, model "llama" is SentencePiece BPE by scores. The others (bert, t5,
+rwkv, ...) are refused by name. What the keys mean is defined by the writers of such files: the GGUF specification and
+llama.cpp.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
+
+from edge_transformer.errors import TextError
+from edge_transformer.text.metadata import read_flag, read_numbers, read_string, read_strings, read_token_id
+from edge_transformer.text.token_bytes import Spelling
+from edge_transformer.text.tokenizer import Encoder, Tokenizer, Vocabulary
+
+_PREFIX = "tokenizer.ggml."
+_NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+
+
+class TokenType(IntEnum):
+    """Values of tokenizer.ggml.token_type."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def gguf_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
+    """The tokenizer a GGUF file describes. Raises TextError when it is missing, of an unknown kind, or inconsistent."""
+    model = read_string(metadata, _PREFIX + "model")
+    if model is None:
+        raise TextError("the GGUF file has no tokenizer (tokenizer.ggml.model is missing)")
+    if model not in ("gpt2", "llama"):
+        raise TextError(
+            f"tokenizer.ggml.model is {model!r}, which is not supported "
+            "(supported: 'gpt2', byte-level BPE, and 'llama', SentencePiece BPE)"
+        )
+    tokens = read_strings(metadata, _PREFIX + "tokens")
+    types = read_numbers(metadata, _PREFIX + "token_type", len(tokens)) or [TokenType.NORMAL] * len(tokens)
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(ids) != len(tokens):
+        raise TextError("tokenizer.ggml.tokens holds the same token twice")
+    special = {tokens[i]: i for i, kind in enumerate(types) if kind == TokenType.CONTROL}
+    user_defined = {tokens[i]: i for i, kind in enumerate(types) if kind == TokenType.USER_DEFINED}
+
+    encoder: Encoder
+    if model == "gpt2":
+        encoder = _byte_level_encoder(metadata, ids, special, user_defined)
+        add_bos_default = False
+    else:
+        encoder = _sentencepiece_encoder(metadata, tokens, types, special, user_defined)
+        add_bos_default = True
+
+    named_ids = {name: read_token_id(metadata, _PREFIX + key, len(tokens)) for name, key in _NAMED.items()}
+    bos = named_ids["bos_token"]
+    eos = named_ids["eos_token"]
+    add_bos = read_flag(metadata, _PREFIX + "add_bos_token", add_bos_default)
+    if add_bos and bos is None:
+        raise TextError("the model wants a BOS token before text, but tokenizer.ggml.bos_token_id is missing")
+    added = {i: text for text, i in (special | user_defined).items()}
+
+    def token_text(token_id: int) -> str | None:
+        return tokens[token_id] if 0 <= token_id < len(tokens) else None
+
+    return Tokenizer(
+        encoder=encoder,
+        vocabulary=Vocabulary(
+            size=len(tokens),
+            token_text=token_text,
+            token_id=ids.get,
+            spelling=Spelling.BYTE_LEVEL if model == "gpt2" else Spelling.SENTENCE_PIECE,
+            added=added,
+            special_ids=frozenset(special.values()),
+        ),
+        prefix_ids=(bos,) if add_bos and bos is not None else (),
+        bos_token_id=bos,
+        eos_token_ids=() if eos is None else (eos,),
+        named_tokens={name: tokens[i] for name, i in named_ids.items() if i is not None},
+        strip_first_space=model == "llama" and _adds_space_prefix(metadata),
+    )
+
+
+def _byte_level_encoder(
+    metadata: Mapping[str, object], ids: dict[str, int], special: Mapping[str, int], user_defined: Mapping[str, int]
+) -> Encoder:
+    from tokenizers import AddedToken, models
+    from tokenizers import Tokenizer as Backend
+
+    from edge_transformer.text.bpe_encoder import BpeEncoder
+    from edge_transformer.text.pretokenizers import pre_tokenizer
+
+    name = read_string(metadata, _PREFIX + "pre")
+    if name is None:
+        raise TextError(
+            "tokenizer.ggml.pre is missing, so it is not known how the model's text was cut into words: "
+            "use a newer conversion of the model"
+        )
+    cut = pre_tokenizer(name)
+    merges = read_strings(metadata, _PREFIX + "merges")
+    with _garbage_collector_paused():
+        halves = " ".join(merges).split(" ")
+        if len(halves) != 2 * len(merges):
+            raise TextError("tokenizer.ggml.merges holds an entry that is not two tokens with one space between them")
+        pairs = list(zip(halves[0::2], halves[1::2], strict=True))
+        try:
+            model = models.BPE(ids, pairs, ignore_merges=cut.ignore_merges)
+        except Exception as error:  # the package raises nothing narrower
+            raise TextError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
+    backend = Backend(model)
+    cut.apply_to(backend)
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in user_defined])
+    return BpeEncoder(backend)
+
+
+def _sentencepiece_encoder(
+    metadata: Mapping[str, object],
+    tokens: list[str],
+    types: list[float],
+    special: Mapping[str, int],
+    user_defined: Mapping[str, int],
+) -> Encoder:
+    from edge_transformer.text.sentencepiece_bpe import SentencePieceEncoder
+
+    scores = read_numbers(metadata, _PREFIX + "scores", len(tokens))
+    if scores is None:
+        raise TextError("tokenizer.ggml.scores is missing, which a tokenizer of model 'llama' needs")
+    if read_flag(metadata, _PREFIX + "remove_extra_whitespaces", False):
+        raise TextError("tokenizer.ggml.remove_extra_whitespaces is true, which is not supported")
+    of_byte = {tokens[i]: i for i, kind in enumerate(types) if kind == TokenType.BYTE}
+    byte_ids = [of_byte.get(f"<0x{byte:02X}>") for byte in range(256)]
+    present = [i for i in byte_ids if i is not None]
+    if len(present) != 256:
+        raise TextError(f"the vocabulary has {len(present)} of the 256 byte tokens (<0x00> ...), all are needed")
+    pieces = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == TokenType.NORMAL}
+    return SentencePieceEncoder(
+        pieces=pieces,
+        scores=scores,
+        byte_ids=present,
+        special=special,
+        user_defined=user_defined,
+        add_space_prefix=_adds_space_prefix(metadata),
+    )
+
+
+def _adds_space_prefix(metadata: Mapping[str, object]) -> bool:
+    return read_flag(metadata, _PREFIX + "add_space_prefix", True)
+
+
+@contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """Tens of thousands of tuples make the collector run dozens of times for nothing: a third of the building time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,88 @@
+"""Typed reads of GGUF metadata and of JSON files, with errors that name the key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from edge_transformer.errors import TextError
+
+MAX_JSON_BYTES = 256 << 20
+
+
+def read_string(metadata: Mapping[str, object], key: str) -> str | None:
+    """A string, None where the key is absent; TextError for another type."""
+    value = metadata.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    raise TextError(f"{key} must be a string, got {type(value).__name__}")
+
+
+def read_flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
+    """A boolean, `default` where the key is absent; TextError for another type."""
+    value = metadata.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool):
+        return value
+    raise TextError(f"{key} must be true or false, got {value!r}")
+
+
+def read_token_id(metadata: Mapping[str, object], key: str, vocab_size: int) -> int | None:
+    """A token id below `vocab_size`, None where the key is absent; TextError for anything else."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size:
+        return value
+    raise TextError(f"{key} must be a token id below {vocab_size}, got {value!r}")
+
+
+def read_strings(metadata: Mapping[str, object], key: str) -> list[str]:
+    """A list of strings, TextError where the key is absent or anything else."""
+    value = metadata.get(key)
+    if value is None:
+        raise TextError(f"{key} is missing, so the file holds no usable tokenizer")
+    strings = _as_list(value)
+    if strings is None or (strings and not isinstance(strings[0], str)):
+        raise TextError(f"{key} must be a list of strings, got {type(value).__name__}")
+    return strings
+
+
+def read_numbers(metadata: Mapping[str, object], key: str, count: int) -> list[float] | None:
+    """A list of exactly `count` numbers, None where the key is absent; TextError for anything else."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    numbers = _as_list(value)
+    if numbers is None or (numbers and not isinstance(numbers[0], (int, float))):
+        raise TextError(f"{key} must be a list of numbers, got {type(value).__name__}")
+    if len(numbers) != count:
+        raise TextError(f"{key} has {len(numbers)} entries, the vocabulary has {count}")
+    return numbers
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The JSON object in a file, empty where there is no file; TextError when it is not a readable JSON object."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise TextError(f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} read as JSON")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise TextError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TextError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _as_list(value: object) -> list[Any] | None:
+    if isinstance(value, list):
+        return value
+    if hasattr(value, "tolist"):
+        return list(value.tolist())
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) else None
