@@ -16,51 +16,72 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 # Names are the fields of GenerationConfig, with dashes.
 _GENERATION: dict[str, dict[str, Any]] = {
     "max-tokens": {
+        "metavar": "N",
         "type": click.IntRange(1),
         "default": 512,
         "show_default": True,
         "help": "End the answer after this many tokens.",
     },
     "temperature": {
+        "metavar": "T",
         "type": click.FloatRange(0),
         "default": 0.0,
         "show_default": True,
         "help": "Randomness; 0 always takes the likeliest token.",
     },
-    "top-k": {"type": click.IntRange(0), "default": 0, "help": "Draw from this many likeliest tokens (0: off)."},
+    "top-k": {
+        "metavar": "K",
+        "type": click.IntRange(0),
+        "default": 0,
+        "help": "Draw from this many likeliest tokens (0: off).",
+    },
     "top-p": {
+        "metavar": "P",
         "type": click.FloatRange(0, 1, min_open=True),
         "default": 1.0,
         "help": "Draw from the likeliest tokens that have this probability together (1: off).",
     },
     "min-p": {
+        "metavar": "P",
         "type": click.FloatRange(0, 1),
         "default": 0.0,
         "help": "Draw from tokens that are at least this fraction as likely as the likeliest (0: off).",
     },
     "repetition-penalty": {
+        "metavar": "X",
         "type": click.FloatRange(0, min_open=True),
         "default": 1.0,
         "help": "Make tokens seen in prompt or answer less likely by this factor (1: off).",
     },
     "presence-penalty": {
+        "metavar": "X",
         "type": float,
         "default": 0.0,
         "help": "Subtract this from the logits of tokens seen in the answer (0: off).",
     },
     "frequency-penalty": {
+        "metavar": "X",
         "type": float,
         "default": 0.0,
         "help": "Subtract this from a token's logit for each time it is in the answer (0: off).",
     },
-    "seed": {"type": click.IntRange(0, 2**64 - 1), "help": "Same seed, same text (default: a new one each time)."},
+    "seed": {
+        "metavar": "N",
+        "type": click.IntRange(0, 2**64 - 1),
+        "help": "Same seed, same text (default: a new one each time).",
+    },
     "stop": {"multiple": True, "metavar": "TEXT", "help": "End before TEXT appears in the answer; can be repeated."},
 }
 
 # Names are the parameters of LLM, with dashes, but for --ctx.
 _ENGINE: dict[str, dict[str, Any]] = {
-    "threads": {"type": click.IntRange(1), "help": "CPU threads (default: every core this process may use)."},
+    "threads": {
+        "metavar": "N",
+        "type": click.IntRange(1),
+        "help": "CPU threads (default: every core this process may use).",
+    },
     "ctx": {
+        "metavar": "N",
         "type": click.IntRange(1),
         "help": "Tokens of context, for prompt and answer together (default: the model's limit).",
     },

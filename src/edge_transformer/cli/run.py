@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 @click.command("run", short_help="Answer one prompt.")
 @click.argument("model")
 @click.argument("prompt", required=False)
-@click.option("--prompt-file", type=click.File("rb"), help="Read the prompt from a file.")
-@click.option("--system", help="System message of the chat.")
+@click.option("--prompt-file", metavar="FILE", type=click.File("rb"), help="Read the prompt from a file.")
+@click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template.")
 @generation_options
-@click.option("--logprobs", type=click.IntRange(0, 100), help="With --json: log-probabilities, and this many others.")
+@click.option(
+    "--logprobs",
+    metavar="N",
+    type=click.IntRange(0, 100),
+    help="With --json: log-probabilities of the tokens and N others.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done, instead of text as it is made.")
 @engine_options

@@ -103,8 +103,8 @@ def _fits(name: str, selector: str) -> bool:
 def _nothing_usable(names: Collection[str], where: str) -> ModelNotFoundError | UnsupportedModelError:
     if pickled := sorted(name for name in names if name.endswith(_PICKLED)):
         return UnsupportedModelError(
-            f"{where} has its weights as pickled files only ({', '.join(pickled[:3])}), which can run code when they are "
-            "read and are never loaded; use a repository with .safetensors or .gguf files, or convert it with "
+            f"{where} has its weights as pickled files only ({', '.join(pickled[:3])}), which can run code when they "
+            "are read and are never loaded; use a repository with .safetensors or .gguf files, or convert it with "
             "transformers' save_pretrained"
         )
     return ModelNotFoundError(f"{where} has neither .safetensors nor .gguf files; {len(names)} other files are there")
