@@ -22,7 +22,7 @@ from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.formats.weight import round_up
 from edge_transformer.models import forward
 from edge_transformer.models.config import ModelSpec
-from edge_transformer.models.rope import cos_sin
+from edge_transformer.models.rope import cos_sin, inverse_frequencies
 from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.batch import Batch, PromptSpan
 from edge_transformer.ops.tensor import DType, Tensor, tensor_of
@@ -103,6 +103,7 @@ class Engine:
             layers=tuple(TileGeometry(s.kv_heads, s.head_dim, kv_dtype, s.window) for s in shapes),
             fingerprint=_fingerprint(checkpoint, spec, kv_dtype),
         )
+        self._ropes = [(rope, inverse_frequencies(rope)) for rope in self.config.ropes]
         following = [vectors["attn_norm"] for vectors in weights.vectors[1:]] + [weights.final_norm]
         self._layers = [
             forward.ResidentLayer(shape, vectors, norm)
@@ -238,7 +239,7 @@ class Engine:
             logit_rows.extend(start + token for token in wanted)
             asked.extend((index, token) for token in wanted)
         position_array = np.array(positions, np.int32)
-        ropes = [cos_sin(rope, position_array) for rope in self.config.ropes]
+        ropes = [cos_sin(rope, frequencies, position_array) for rope, frequencies in self._ropes]
         batch = Batch(
             token_ids=np.array(token_ids, np.int32),
             positions=position_array,

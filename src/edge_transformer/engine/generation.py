@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -14,7 +14,8 @@ import numpy.typing as npt
 from edge_transformer.engine.core import Chunk, Engine
 from edge_transformer.engine.sampling import GenerationConfig, TokenLogprobs, sample, token_logprobs
 from edge_transformer.engine.sequence import Sequence as EngineSequence
-from edge_transformer.text.stream import StopStrings, StreamDecoder
+from edge_transformer.text.stop import StopStrings
+from edge_transformer.text.stream import StreamDecoder
 from edge_transformer.text.tokenizer import Tokenizer
 
 
@@ -146,7 +147,7 @@ class Stream(Iterator[str]):
         self.cancel()
         self._pieces.close()
 
-    def _run(self, sequence: EngineSequence, finished: Callable[[EngineSequence], None]) -> Iterator[str]:
+    def _run(self, sequence: EngineSequence, finished: Callable[[EngineSequence], None]) -> Generator[str, None, None]:
         state = self._state
         decoder = StreamDecoder(self._tokenizer, self._prompt_ids)
         stops = StopStrings(self.config.stop)

@@ -21,7 +21,7 @@ from edge_transformer.engine.generation import Generation, Stream
 from edge_transformer.engine.sampling import GenerationConfig
 from edge_transformer.engine.sequence import Sequence as EngineSequence
 from edge_transformer.engine.weights import HostWeights
-from edge_transformer.errors import ContextLengthError, TextError, UsageError
+from edge_transformer.errors import ContextLengthError, UsageError
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.hub import resolve
 from edge_transformer.models.config import ModelConfig
@@ -30,7 +30,7 @@ from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS
 from edge_transformer.ops.reference.backend import ReferenceBackend
 from edge_transformer.ops.tensor import DType
-from edge_transformer.text.chat_template import ChatTemplate
+from edge_transformer.text.chat_template import ChatTemplate, missing_chat_template
 from edge_transformer.text.load import load_text
 from edge_transformer.text.tokenizer import Tokenizer
 
@@ -78,9 +78,7 @@ class LLM:
             with ThreadPoolExecutor(1) as executor:
                 text = executor.submit(load_text, self._checkpoint)
                 weights = HostWeights(self._checkpoint, self._spec, pool, progress)
-                self.tokenizer: Tokenizer
-                self.chat_template: ChatTemplate | None
-                self.tokenizer, self.chat_template, self.end_token_ids = text.result()
+                self._text = text.result()
             self.engine = Engine(self._checkpoint, self._spec, self._backend, weights, KV_DTYPES[kv_dtype])
         except BaseException:
             self._checkpoint.close()
@@ -90,6 +88,20 @@ class LLM:
         self._kept: tuple[EngineSequence, int] | None = None
         self._closed = False
         self.load_s = time.perf_counter() - started
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._text.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template; None for a model that has none (a base model)."""
+        return self._text.chat_template
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens after which an answer is complete."""
+        return self._text.end_token_ids
 
     @property
     def config(self) -> ModelConfig:
@@ -117,10 +129,7 @@ class LLM:
                 raise UsageError("raw=True takes a text, not messages")
             return self.tokenizer.encode(prompt)
         if self.chat_template is None:
-            raise TextError(
-                f"{self.path}: this model has no chat template, so it cannot answer as a chat model; "
-                "continue plain text with raw=True (--raw)"
-            )
+            raise missing_chat_template(self.path)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         # The template writes the begin-of-sequence token itself where the model wants one.
         return self.tokenizer.encode(self.chat_template.render(messages), add_bos=False)
