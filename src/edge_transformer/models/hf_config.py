@@ -1,0 +1,264 @@
+"""What the families share when they are read from a Hugging Face config.json.
+
+Defaults are those of transformers' configuration classes, which apply when a field is absent from the file.
+"""
+
+from __future__ import annotations
+
+from edge_transformer.models.config import LayerKind, ModelConfig, Rope
+from edge_transformer.models.gate import FieldReader, agree
+from edge_transformer.models.rope import yarn_attention_factor
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Fields that do not touch the text forward pass: training, bookkeeping, how transformers is to run or to generate.
+IGNORED = (
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_flash_attn_2_enabled",
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",
+    "attn_implementation",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "do_sample",
+    "dtype",
+    "early_stopping",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "gradient_checkpointing",
+    "hidden_dropout",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_p",
+    "model_type",
+    "name_or_path",
+    "neftune_noise_alpha",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_labels",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "pad_token_id",
+    "prefix",
+    "pretraining_tp",
+    "problem_type",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "typical_p",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+)
+
+
+def read_base(
+    fields: FieldReader,
+    family: str,
+    *,
+    context_length: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    activation_field: str = "hidden_act",
+    activation: str = "silu",
+    tied: bool = False,
+) -> ModelConfig:
+    """The fields every family has, as a ModelConfig of full attention without rope; the caller replaces what differs.
+
+    The keywords are the family's class defaults (None: num_kv_heads as many as heads, head_dim hidden / heads).
+    """
+    fields.ignore(IGNORED)
+    _refuse_variants(fields)
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_layers = fields.integer("num_hidden_layers")
+    kv_heads = fields.optional_integer("num_key_value_heads", num_kv_heads) or num_heads
+    if num_heads % kv_heads:
+        fields.refuse("num_key_value_heads", f"it must divide num_attention_heads = {num_heads}")
+    dim = fields.optional_integer("head_dim", head_dim)
+    if dim is None:
+        if hidden_size % num_heads:
+            fields.refuse("hidden_size", f"without head_dim it must be a multiple of num_attention_heads = {num_heads}")
+        dim = hidden_size // num_heads
+    if dim % 2:
+        fields.refuse("head_dim", f"heads of {dim} dimensions cannot be rotated in pairs")
+    act = fields.string(activation_field, activation)
+    if act not in ACTIVATIONS:
+        fields.refuse(activation_field, f"only {' and '.join(ACTIVATIONS)} are supported")
+    return ModelConfig(
+        family=family,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        activation=ACTIVATIONS[act],
+        attention_scale=dim**-0.5,
+        context_length=fields.integer("max_position_embeddings", context_length),
+        ropes=(),
+        layer_kinds=(LayerKind.ATTENTION,) * num_layers,
+        layer_windows=(None,) * num_layers,
+        layer_ropes=(None,) * num_layers,
+        tied_embeddings=fields.boolean("tie_word_embeddings", tied),
+        bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+    )
+
+
+def read_layer_types(fields: FieldReader, num_layers: int, default: list[str]) -> list[str]:
+    """ "full_attention" or "sliding_attention" for each layer."""
+    types = fields.optional_strings("layer_types")
+    if types is None:
+        return default
+    if len(types) != num_layers:
+        fields.refuse("layer_types", f"one entry for each of the {num_layers} layers is expected")
+    if not set(types) <= {FULL, SLIDING}:
+        fields.refuse("layer_types", f"only {FULL!r} and {SLIDING!r} are supported")
+    return types
+
+
+def read_rope(fields: FieldReader, head_dim: int, context_length: int) -> Rope:
+    """The one rope of a model, from `rope_parameters` or from `rope_theta` and `rope_scaling`; both must agree."""
+    theta = fields.optional_number("rope_theta")
+    _refuse_partial(fields)
+    sections = [fields.section("rope_parameters"), fields.section("rope_scaling")]
+    ropes = [_rope(section, theta, 10000.0, head_dim, context_length) for section in sections if section is not None]
+    if len(ropes) == 2 and ropes[0] != ropes[1]:
+        fields.refuse("rope_scaling", "it disagrees with rope_parameters")
+    return ropes[0] if ropes else Rope("default", theta or 10000.0, head_dim)
+
+
+def read_two_ropes(fields: FieldReader, head_dim: int, context_length: int) -> tuple[Rope, Rope]:
+    """Gemma 3's ropes of full and of sliding layers. Older files scale only the full ones, through `rope_scaling`."""
+    full_theta = fields.optional_number("rope_theta")
+    sliding_theta = fields.optional_number("rope_local_base_freq")
+    _refuse_partial(fields)
+    both = fields.section("rope_parameters")
+    scaling = fields.section("rope_scaling")
+    full_section = None if both is None else both.section(FULL)
+    sliding_section = None if both is None else both.section(SLIDING)
+    full = _rope(full_section, full_theta, 1e6, head_dim, context_length)
+    sliding = _rope(sliding_section, sliding_theta, 1e4, head_dim, context_length)
+    if scaling is not None:
+        scaled = _rope(scaling, full_theta, 1e6, head_dim, context_length)
+        if full_section is not None and scaled != full:
+            fields.refuse("rope_scaling", "it disagrees with rope_parameters.full_attention")
+        full = scaled
+    return full, sliding
+
+
+def _rope(
+    section: FieldReader | None, outer_theta: float | None, default_theta: float, head_dim: int, context_length: int
+) -> Rope:
+    """One rope from its section; `outer_theta` is the base given outside the section."""
+    if section is None:
+        return Rope("default", outer_theta or default_theta, head_dim)
+    theta = section.optional_number("rope_theta")
+    theta = agree(section, "rope_theta", theta, "the base outside this section", outer_theta) or default_theta
+    _refuse_partial(section)
+    kind = section.optional_string("rope_type")
+    old_kind = section.optional_string("type")
+    if kind is not None and old_kind is not None and kind != old_kind:
+        section.refuse("rope_type", f"it disagrees with 'type', which says {old_kind!r}")
+    chosen = kind or old_kind or "default"
+    if chosen not in ("default", "linear", "llama3", "yarn"):
+        section.refuse("rope_type" if kind else "type", "only default, linear, llama3 and yarn are supported")
+    if chosen == "llama3":
+        return _llama3(section, theta, head_dim, context_length)
+    if chosen == "yarn":
+        return _yarn(section, theta, head_dim, context_length)
+    if chosen == "linear":
+        return Rope("linear", theta, head_dim, factor=section.number("factor"))
+    return Rope("default", theta, head_dim)
+
+
+def _llama3(section: FieldReader, theta: float, head_dim: int, context_length: int) -> Rope:
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    if high <= low:
+        section.refuse("high_freq_factor", f"it must be above low_freq_factor = {low}")
+    return Rope(
+        "llama3",
+        theta,
+        head_dim,
+        factor=section.number("factor"),
+        original_context=section.integer("original_max_position_embeddings", context_length),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(section: FieldReader, theta: float, head_dim: int, context_length: int) -> Rope:
+    original = section.integer("original_max_position_embeddings", context_length)
+    factor = section.optional_number("factor") or context_length / original
+    mscale, mscale_all_dim = section.optional_number("mscale"), section.optional_number("mscale_all_dim")
+    attention_factor = section.optional_number("attention_factor")
+    if attention_factor is None:
+        attention_factor = yarn_attention_factor(factor, mscale, mscale_all_dim)
+    return Rope(
+        "yarn",
+        theta,
+        head_dim,
+        factor=factor,
+        original_context=original,
+        beta_fast=section.optional_number("beta_fast") or 32.0,
+        beta_slow=section.optional_number("beta_slow") or 1.0,
+        attention_factor=attention_factor,
+        truncate=section.boolean("truncate", True),
+    )
+
+
+def _refuse_partial(fields: FieldReader) -> None:
+    fields.only(
+        "partial_rotary_factor", None, 1.0, 1,
+        reason="transformers ignores a partial rotation in this family where other runtimes apply it",
+    )  # fmt: skip
+
+
+def _refuse_variants(fields: FieldReader) -> None:
+    """Fields whose harmless value is common in files and whose other values change the model."""
+    fields.only("is_encoder_decoder", False)
+    fields.only("is_decoder", False, True)
+    fields.only("add_cross_attention", False)
+    fields.only("cross_attention_hidden_size", None)
+    fields.only("tie_encoder_decoder", False)
+    fields.only("pruned_heads", None, {})
+    fields.only("per_layer_config", None)
+    fields.only("use_bidirectional_attention", None, False)
+    fields.only("use_mrope", False)
+    fields.only("rope_interleaved", False)
+    fields.only("is_llama_config", True)

@@ -1,0 +1,171 @@
+"""Where each tensor of a model is called what: one table for Hugging Face files, one for GGUF files.
+
+Roles are those of config.LayerSpec plus embedding, final_norm and head; `{i}` is the layer. What differs between
+families is the presence of a role (a field of ModelConfig), not the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from edge_transformer.models.config import LayerSpec, ModelConfig, ModelSpec, SegmentSpec, TensorSpec, Transform
+
+
+@dataclass(frozen=True, slots=True)
+class NameTable:
+    """Names by role; `sandwich` replaces entries in models with norms before and after each half of a layer."""
+
+    names: dict[str, str]
+    sandwich: dict[str, str]
+    ignorable: tuple[re.Pattern[str], ...]
+
+    def name(self, role: str, layer: int, post_norms: bool) -> str:
+        pattern = self.sandwich.get(role) if post_norms else None
+        return (pattern or self.names[role]).replace("{i}", str(layer))
+
+
+_HF_LAYER = "model.layers.{i}."
+HF_NAMES = NameTable(
+    names={
+        "embedding": "model.embed_tokens.weight",
+        "final_norm": "model.norm.weight",
+        "head": "lm_head.weight",
+        "attn_norm": _HF_LAYER + "input_layernorm.weight",
+        "mlp_norm": _HF_LAYER + "post_attention_layernorm.weight",
+        "q": _HF_LAYER + "self_attn.q_proj.weight",
+        "k": _HF_LAYER + "self_attn.k_proj.weight",
+        "v": _HF_LAYER + "self_attn.v_proj.weight",
+        "o": _HF_LAYER + "self_attn.o_proj.weight",
+        "q_bias": _HF_LAYER + "self_attn.q_proj.bias",
+        "k_bias": _HF_LAYER + "self_attn.k_proj.bias",
+        "v_bias": _HF_LAYER + "self_attn.v_proj.bias",
+        "o_bias": _HF_LAYER + "self_attn.o_proj.bias",
+        "q_norm": _HF_LAYER + "self_attn.q_norm.weight",
+        "k_norm": _HF_LAYER + "self_attn.k_norm.weight",
+        "gate": _HF_LAYER + "mlp.gate_proj.weight",
+        "up": _HF_LAYER + "mlp.up_proj.weight",
+        "down": _HF_LAYER + "mlp.down_proj.weight",
+        "gate_bias": _HF_LAYER + "mlp.gate_proj.bias",
+        "up_bias": _HF_LAYER + "mlp.up_proj.bias",
+        "down_bias": _HF_LAYER + "mlp.down_proj.bias",
+    },
+    sandwich={
+        "post_attn_norm": _HF_LAYER + "post_attention_layernorm.weight",
+        "mlp_norm": _HF_LAYER + "pre_feedforward_layernorm.weight",
+        "post_mlp_norm": _HF_LAYER + "post_feedforward_layernorm.weight",
+    },
+    # Rope frequencies that older versions of transformers saved; they follow from the configuration.
+    ignorable=(re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),),
+)
+
+_GGUF_LAYER = "blk.{i}."
+GGUF_NAMES = NameTable(
+    names={
+        "embedding": "token_embd.weight",
+        "final_norm": "output_norm.weight",
+        "head": "output.weight",
+        "attn_norm": _GGUF_LAYER + "attn_norm.weight",
+        "mlp_norm": _GGUF_LAYER + "ffn_norm.weight",
+        "q": _GGUF_LAYER + "attn_q.weight",
+        "k": _GGUF_LAYER + "attn_k.weight",
+        "v": _GGUF_LAYER + "attn_v.weight",
+        "o": _GGUF_LAYER + "attn_output.weight",
+        "q_bias": _GGUF_LAYER + "attn_q.bias",
+        "k_bias": _GGUF_LAYER + "attn_k.bias",
+        "v_bias": _GGUF_LAYER + "attn_v.bias",
+        "o_bias": _GGUF_LAYER + "attn_output.bias",
+        "q_norm": _GGUF_LAYER + "attn_q_norm.weight",
+        "k_norm": _GGUF_LAYER + "attn_k_norm.weight",
+        "gate": _GGUF_LAYER + "ffn_gate.weight",
+        "up": _GGUF_LAYER + "ffn_up.weight",
+        "down": _GGUF_LAYER + "ffn_down.weight",
+        "gate_bias": _GGUF_LAYER + "ffn_gate.bias",
+        "up_bias": _GGUF_LAYER + "ffn_up.bias",
+        "down_bias": _GGUF_LAYER + "ffn_down.bias",
+    },
+    sandwich={
+        "post_attn_norm": _GGUF_LAYER + "post_attention_norm.weight",
+        "post_mlp_norm": _GGUF_LAYER + "post_ffw_norm.weight",
+    },
+    ignorable=(),
+)
+
+ROPE_FREQS = "rope_freqs.weight"
+"""GGUF tensor with the divisors of the rope frequencies; read into Rope.divisors, not a weight of its own."""
+
+
+def model_spec(config: ModelConfig, table: NameTable, *, permuted_rope: bool = False) -> ModelSpec:
+    """Every tensor the model needs, by the names of `table`. `permuted_rope`: q and k rows in adjacent-pair order."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embedding = TensorSpec("embedding", table.names["embedding"], vocabulary)
+    return ModelSpec(
+        config=config,
+        embedding=embedding,
+        layers=tuple(_layer_spec(config, table, layer, permuted_rope) for layer in range(config.num_layers)),
+        final_norm=_norm_spec(config, table, "final_norm", 0, config.hidden_size),
+        head=embedding if config.tied_embeddings else TensorSpec("head", table.names["head"], vocabulary),
+    )
+
+
+def tensor_specs(spec: ModelSpec) -> Iterator[TensorSpec]:
+    """All tensors of a model, each once, in order of use."""
+    yield spec.embedding
+    for layer in spec.layers:
+        yield from layer.vectors
+        for segment in layer.segments:
+            yield from segment.matrices
+    yield spec.final_norm
+    if spec.head is not spec.embedding:
+        yield spec.head
+
+
+def _layer_spec(config: ModelConfig, table: NameTable, layer: int, permuted_rope: bool) -> LayerSpec:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rope_heads = {"q": config.num_heads, "k": config.num_kv_heads} if permuted_rope else {}
+
+    def tensor(role: str, *shape: int) -> TensorSpec:
+        name = table.name(role, layer, config.post_norms)
+        heads = rope_heads.get(role.removesuffix("_bias"), 0)
+        return TensorSpec(role, name, shape, Transform.UNPERMUTE_ROPE if heads else Transform.NONE, heads)
+
+    norms = [("attn_norm", hidden), ("mlp_norm", hidden)]
+    if config.qk_norm:
+        norms += [("q_norm", config.head_dim), ("k_norm", config.head_dim)]
+    if config.post_norms:
+        norms += [("post_attn_norm", hidden), ("post_mlp_norm", hidden)]
+    biases: list[tuple[str, int]] = []
+    if config.qkv_bias:
+        biases += [("q_bias", query), ("k_bias", key), ("v_bias", key)]
+    if config.o_bias:
+        biases += [("o_bias", hidden)]
+    if config.mlp_bias:
+        biases += [("gate_bias", inner), ("up_bias", inner), ("down_bias", hidden)]
+    return LayerSpec(
+        index=layer,
+        kind=config.layer_kinds[layer],
+        segments=(
+            SegmentSpec(
+                "mixer",
+                (
+                    tensor("q", query, hidden),
+                    tensor("k", key, hidden),
+                    tensor("v", key, hidden),
+                    tensor("o", hidden, query),
+                ),
+            ),
+            SegmentSpec("gate_up", (tensor("gate", inner, hidden), tensor("up", inner, hidden))),
+            SegmentSpec("down", (tensor("down", hidden, inner),)),
+        ),
+        vectors=(
+            *(_norm_spec(config, table, role, layer, size) for role, size in norms),
+            *(tensor(role, size) for role, size in biases),
+        ),
+    )
+
+
+def _norm_spec(config: ModelConfig, table: NameTable, role: str, layer: int, size: int) -> TensorSpec:
+    transform = Transform.PLUS_ONE if config.norm_plus_one else Transform.NONE
+    return TensorSpec(role, table.name(role, layer, config.post_norms), (size,), transform)
