@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.text.chat_template import ChatTemplate
@@ -13,8 +13,7 @@ from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
 from edge_transformer.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class ModelText:
+class ModelText(NamedTuple):
     """`chat_template` is None where the model has none; `end_token_ids` are the ids after which an answer is
     complete.
     """

@@ -41,18 +41,21 @@ class SentencePieceEncoder:
         self._byte_ids = byte_ids
         self._add_space_prefix = add_space_prefix
         self._words = _word_pattern(pieces)
-        self._all_added = AddedTokens({**special, **user_defined})
-        self._user_defined = AddedTokens(user_defined)
+        marked = {text.replace(" ", SPACE_MARK): i for text, i in user_defined.items()}
+        self._user_defined = AddedTokens(marked)
+        self._all_added = AddedTokens({text.replace(" ", SPACE_MARK): i for text, i in special.items()} | marked)
         self._cache: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str, *, parse_special: bool) -> list[int]:
+        # Spaces are marked before tokens are matched whole: runs of spaces are user-defined tokens of some vocabularies.
+        marked = text.replace(" ", SPACE_MARK)
+        prefix = SPACE_MARK if self._add_space_prefix else ""
         ids: list[int] = []
-        for part in (self._all_added if parse_special else self._user_defined).split(text):
+        for part in (self._all_added if parse_special else self._user_defined).split(marked):
             if isinstance(part, int):
                 ids.append(part)
-                continue
-            marked = part.replace(" ", SPACE_MARK)
-            self._encode_text(SPACE_MARK + marked if self._add_space_prefix else marked, ids)
+            else:
+                self._encode_text(prefix + part, ids)
         return ids
 
     def _encode_text(self, text: str, ids: list[int]) -> None:
