@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer._native import ThreadPool
-from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.engine.core import Chunk, Engine
 from edge_transformer.engine.generation import Generation, Stream
 from edge_transformer.engine.sampling import GenerationConfig
@@ -28,7 +27,6 @@ from edge_transformer.models.config import ModelConfig
 from edge_transformer.models.read import read_model
 from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS
-from edge_transformer.ops.reference.backend import ReferenceBackend
 from edge_transformer.ops.tensor import DType
 from edge_transformer.text.chat_template import ChatTemplate, missing_chat_template
 from edge_transformer.text.load import load_text
@@ -279,8 +277,12 @@ def _context_length(config: ModelConfig, asked: int | None) -> int:
 def _make_backend(name: str, threads: int | None) -> tuple[Backend, ThreadPool | None]:
     """The executor, and the thread pool that also re-arranges weights at load (None: one thread)."""
     if name == "cpu":
+        from edge_transformer.cpu.backend import CpuBackend
+
         backend = CpuBackend(threads)
         return backend, backend.pool
     if name == "reference":
+        from edge_transformer.ops.reference.backend import ReferenceBackend
+
         return ReferenceBackend(), None
     raise UsageError(f"backend is {name!r}; allowed: cpu, reference")
