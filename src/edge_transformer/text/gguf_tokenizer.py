@@ -7,9 +7,7 @@ llama.cpp.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from enum import IntEnum
 
 from edge_transformer.errors import TextError
@@ -98,10 +96,7 @@ def gguf_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
 def _byte_level_encoder(
     metadata: Mapping[str, object], ids: dict[str, int], special: Mapping[str, int], user_defined: Mapping[str, int]
 ) -> Encoder:
-    from tokenizers import AddedToken, models
-    from tokenizers import Tokenizer as Backend
-
-    from edge_transformer.text.bpe_encoder import BpeEncoder
+    from edge_transformer.text.byte_level_bpe import ByteLevelEncoder
     from edge_transformer.text.pretokenizers import pre_tokenizer
 
     name = read_string(metadata, _PREFIX + "pre")
@@ -112,20 +107,15 @@ def _byte_level_encoder(
         )
     cut = pre_tokenizer(name)
     merges = read_strings(metadata, _PREFIX + "merges")
-    with _garbage_collector_paused():
-        halves = " ".join(merges).split(" ")
-        if len(halves) != 2 * len(merges):
-            raise TextError("tokenizer.ggml.merges holds an entry that is not two tokens with one space between them")
-        pairs = list(zip(halves[0::2], halves[1::2], strict=True))
-        try:
-            model = models.BPE(ids, pairs, ignore_merges=cut.ignore_merges)
-        except Exception as error:  # the package raises nothing narrower
-            raise TextError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
-    backend = Backend(model)
-    cut.apply_to(backend)
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in user_defined])
-    return BpeEncoder(backend)
+    return ByteLevelEncoder(
+        ids=ids,
+        ranks=dict(zip(merges, range(len(merges)), strict=True)),
+        normalizer=cut.normalizer(),
+        pre_tokenizer=cut.words(),
+        ignore_merges=cut.ignore_merges,
+        special=special,
+        user_defined=user_defined,
+    )
 
 
 def _sentencepiece_encoder(
@@ -160,16 +150,3 @@ def _sentencepiece_encoder(
 
 def _adds_space_prefix(metadata: Mapping[str, object]) -> bool:
     return read_flag(metadata, _PREFIX + "add_space_prefix", True)
-
-
-@contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    """Tens of thousands of tuples make the collector run dozens of times for nothing: a third of the building time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from edge_transformer.errors import TextError
 
@@ -39,19 +39,19 @@ class PreTokenizer:
     nfc: bool = False
     ignore_merges: bool = False
 
-    def apply_to(self, tokenizer: Tokenizer) -> None:
-        """Set the normalizer and pre-tokenizer of a byte-level `tokenizer`."""
-        if self.nfc:
-            tokenizer.normalizer = normalizers.NFC()
+    def normalizer(self) -> normalizers.Normalizer | None:
+        """What text goes through before it is cut."""
+        return normalizers.NFC() if self.nfc else None
+
+    def words(self) -> pre_tokenizers.PreTokenizer:
+        """What cuts text into words, spelled byte-level."""
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
         if self.pattern is not None:
             split = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-        elif self.digits:
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-        else:
-            tokenizer.pre_tokenizer = byte_level
+            return pre_tokenizers.Sequence([split, byte_level])
+        if self.digits:
+            return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        return byte_level
 
 
 _LLAMA3_WORDS = PreTokenizer(_LLAMA3, ignore_merges=True)
