@@ -1,6 +1,7 @@
 """Every error a user can meet. Each message names the thing, the value, the limit and what to do.
 
-All derive from `EdgeTransformerError`, so that a caller can catch one type; the command line maps each class to an exit code.
+All derive from `EdgeTransformerError`, so that a caller can catch one type; the command line maps each class to an exit
+code.
 """
 
 
@@ -11,7 +12,10 @@ class EdgeTransformerError(Exception):
 
 
 class FormatError(EdgeTransformerError):
-    """A model file is corrupt, truncated, hostile or uses a feature that is not read. Names file, tensor (if any), reason."""
+    """A model file is corrupt, truncated, hostile or uses a feature that is not read.
+
+    Names file, tensor (if any), reason.
+    """
 
     exit_code = 3
 
@@ -58,7 +62,10 @@ class NumericError(EdgeTransformerError):
 
 
 class CapacityError(EdgeTransformerError):
-    """Memory asked for exceeds what there is; names the allocation, bytes asked, bytes available, the option to lower."""
+    """Memory asked for exceeds what there is.
+
+    Names the allocation, bytes asked, bytes available, the option to lower.
+    """
 
     exit_code = 9
 
