@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edge_transformer.cli.answer import write_answer
 from edge_transformer.cli.console import note, progress_bar
 from edge_transformer.cli.conversation import Conversation
-from edge_transformer.cli.interrupt import first_interrupt
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import engine_options, generation_config, generation_options, load_model
 from edge_transformer.cli.turn_input import piped_turns, typed_turns
@@ -105,19 +105,9 @@ def _answer(conversation: Conversation, config: GenerationConfig, text: str) -> 
         note(f"(the context is full: dropped the oldest {'turn' if dropped == 1 else f'{dropped} turns'})")
     if room < conversation.max_tokens:
         note(f"(the context has room for {room} more tokens: a longer answer is cut off there)")
-    with progress_bar() as progress:
-        stream = conversation.llm.stream(
-            messages, config, prefill_progress=lambda done, total: progress("reading the conversation", done, total)
-        )
-        with first_interrupt(stream.cancel):
-            piece = next(stream, None)
-    with stream, first_interrupt(stream.cancel):
-        while piece is not None:
-            click.echo(piece, nl=False)
-            piece = next(stream, None)
-    click.echo()
-    conversation.close_turn(text, stream.result)
-    return stream.result
+    generation = write_answer(conversation.llm, messages, config)
+    conversation.close_turn(text, generation)
+    return generation
 
 
 def _say_after(conversation: Conversation, generation: Generation) -> None:

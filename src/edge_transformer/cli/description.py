@@ -21,7 +21,14 @@ def describe(path: Path) -> tuple[dict[str, Any], EdgeTransformerError | None]:
 
     A refused model is described as far as it is understood. Raises FormatError when the files are corrupt or missing.
     """
-    facts: dict[str, Any] = {"path": str(path), "container": "unknown", "files": "not opened", "bytes": 0, "parts": {}}
+    facts: dict[str, Any] = {
+        "path": str(path),
+        "container": "unknown",
+        "files": 0,
+        "tensors": 0,
+        "bytes": 0,
+        "parts": {},
+    }
     refusal: EdgeTransformerError | None = None
     try:
         checkpoint = open_checkpoint(path)
@@ -48,7 +55,8 @@ def _file_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     files = {tensor.file.path: tensor.file.nbytes for tensor in tensors}
     return {
         "container": checkpoint.container,
-        "files": f"{len(files)} file{'' if len(files) == 1 else 's'} with {len(tensors)} tensors",
+        "files": len(files),
+        "tensors": len(tensors),
         "bytes": sum(files.values()),
         "parts": {"weights": _bytes_by_format(tensors)},
     }

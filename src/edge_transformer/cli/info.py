@@ -36,7 +36,11 @@ def _lines(description: dict[str, Any]) -> list[str]:
     """The description for people: one fact a line."""
     rows: list[tuple[str, str]] = [
         ("model", f"{description['model']}  ({description['path']})"),
-        ("files", f"{description['container']}, {description['files']}, {size(description['bytes'])}"),
+        (
+            "files",
+            f"{description['container']}, {description['files']} with {description['tensors']} tensors, "
+            f"{size(description['bytes'])}",
+        ),
     ]
     if "architecture" in description:
         rows += _architecture_rows(description)

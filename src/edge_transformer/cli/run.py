@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from edge_transformer.cli.answer import write_answer
 from edge_transformer.cli.console import note, peak_memory, progress_bar, statistics
-from edge_transformer.cli.interrupt import first_interrupt
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import engine_options, generation_config, generation_options, load_model
 
 if TYPE_CHECKING:
-    from edge_transformer import LLM, Generation, GenerationConfig
+    from edge_transformer import Generation
 
 
 @click.command("run", short_help="Answer one prompt.")
@@ -65,7 +65,7 @@ def command(
             llm = stack.enter_context(load_model(model, options, progress))
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": text})
-        generation = _answer(llm, text if raw else messages, config, raw=raw, show=not as_json)
+        generation = write_answer(llm, text if raw else messages, config, raw=raw, show=not as_json)
     if as_json:
         click.echo(json.dumps(_as_object(generation)))
     else:
@@ -100,26 +100,6 @@ def _decoded(data: bytes, name: str) -> str:
             f"The prompt in {name} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}."
         ) from error
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
-
-
-def _answer(
-    llm: LLM, prompt: str | list[dict[str, str]], config: GenerationConfig, *, raw: bool, show: bool
-) -> Generation:
-    """Generate, writing the text as it is made when `show`."""
-    with progress_bar() as progress:
-        stream = llm.stream(
-            prompt, config, raw=raw, prefill_progress=lambda done, total: progress("reading the prompt", done, total)
-        )
-        with stream, first_interrupt(stream.cancel):
-            piece = next(stream, None)
-    with stream, first_interrupt(stream.cancel):
-        while piece is not None:
-            if show:
-                click.echo(piece, nl=False)
-            piece = next(stream, None)
-        if show and not stream.result.text.endswith("\n"):
-            click.echo()
-        return stream.result
 
 
 def _as_object(generation: Generation) -> dict[str, Any]:
