@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from edge_transformer.errors import TextError
 from edge_transformer.text.metadata import read_flag, read_numbers, read_string, read_strings, read_token_id
@@ -49,19 +53,21 @@ def gguf_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
             "(supported: 'gpt2', byte-level BPE, and 'llama', SentencePiece BPE)"
         )
     tokens = read_strings(metadata, _PREFIX + "tokens")
-    types = read_numbers(metadata, _PREFIX + "token_type", len(tokens)) or [TokenType.NORMAL] * len(tokens)
+    types = read_numbers(metadata, _PREFIX + "token_type", len(tokens))
+    if types is None:
+        types = np.full(len(tokens), TokenType.NORMAL)
     ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) != len(tokens):
         raise TextError("tokenizer.ggml.tokens holds the same token twice")
-    special = {tokens[i]: i for i, kind in enumerate(types) if kind == TokenType.CONTROL}
-    user_defined = {tokens[i]: i for i, kind in enumerate(types) if kind == TokenType.USER_DEFINED}
+    special = {tokens[i]: i for i in np.flatnonzero(types == TokenType.CONTROL).tolist()}
+    user_defined = {tokens[i]: i for i in np.flatnonzero(types == TokenType.USER_DEFINED).tolist()}
 
     encoder: Encoder
     if model == "gpt2":
         encoder = _byte_level_encoder(metadata, ids, special, user_defined)
         add_bos_default = False
     else:
-        encoder = _sentencepiece_encoder(metadata, tokens, types, special, user_defined)
+        encoder = _sentencepiece_encoder(metadata, tokens, ids, types, special, user_defined)
         add_bos_default = True
 
     named_ids = {name: read_token_id(metadata, _PREFIX + key, len(tokens)) for name, key in _NAMED.items()}
@@ -121,7 +127,8 @@ def _byte_level_encoder(
 def _sentencepiece_encoder(
     metadata: Mapping[str, object],
     tokens: list[str],
-    types: list[float],
+    ids: Mapping[str, int],
+    types: npt.NDArray[Any],
     special: Mapping[str, int],
     user_defined: Mapping[str, int],
 ) -> Encoder:
@@ -132,16 +139,17 @@ def _sentencepiece_encoder(
         raise TextError("tokenizer.ggml.scores is missing, which a tokenizer of model 'llama' needs")
     if read_flag(metadata, _PREFIX + "remove_extra_whitespaces", False):
         raise TextError("tokenizer.ggml.remove_extra_whitespaces is true, which is not supported")
-    of_byte = {tokens[i]: i for i, kind in enumerate(types) if kind == TokenType.BYTE}
-    byte_ids = [of_byte.get(f"<0x{byte:02X}>") for byte in range(256)]
-    present = [i for i in byte_ids if i is not None]
-    if len(present) != 256:
-        raise TextError(f"the vocabulary has {len(present)} of the 256 byte tokens (<0x00> ...), all are needed")
-    pieces = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == TokenType.NORMAL}
+    byte_names = [f"<0x{byte:02X}>" for byte in range(256)]
+    byte_ids = [ids[name] for name in byte_names if name in ids and types[ids[name]] == TokenType.BYTE]
+    if len(byte_ids) != 256:
+        raise TextError(f"the vocabulary has {len(byte_ids)} of the 256 byte tokens (<0x00> ...), all are needed")
+    pieces = dict(ids)
+    for i in np.flatnonzero(types != TokenType.NORMAL).tolist():
+        del pieces[tokens[i]]
     return SentencePieceEncoder(
         pieces=pieces,
-        scores=scores,
-        byte_ids=present,
+        scores=scores.tolist(),
+        byte_ids=byte_ids,
         special=special,
         user_defined=user_defined,
         add_space_prefix=_adds_space_prefix(metadata),

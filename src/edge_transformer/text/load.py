@@ -9,7 +9,6 @@ from edge_transformer.text.chat_template import ChatTemplate
 from edge_transformer.text.chat_template_files import gguf_chat_template, huggingface_chat_template
 from edge_transformer.text.end_tokens import gguf_end_token_ids, huggingface_end_token_ids
 from edge_transformer.text.gguf_tokenizer import gguf_tokenizer
-from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
 from edge_transformer.text.tokenizer import Tokenizer
 
 
@@ -34,6 +33,8 @@ def load_text(checkpoint: Checkpoint) -> ModelText:
         tokenizer = gguf_tokenizer(checkpoint.metadata)
         template = gguf_chat_template(checkpoint.metadata, tokenizer.named_tokens)
         return ModelText(tokenizer, template, gguf_end_token_ids(checkpoint.metadata, tokenizer))
+    from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
+
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     tokenizer = huggingface_tokenizer(folder)
     template = huggingface_chat_template(folder, tokenizer.named_tokens)

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from edge_transformer.errors import TextError
 
 MAX_JSON_BYTES = 256 << 20
@@ -51,13 +54,13 @@ def read_strings(metadata: Mapping[str, object], key: str) -> list[str]:
     return strings
 
 
-def read_numbers(metadata: Mapping[str, object], key: str, count: int) -> list[float] | None:
-    """A list of exactly `count` numbers, None where the key is absent; TextError for anything else."""
+def read_numbers(metadata: Mapping[str, object], key: str, count: int) -> npt.NDArray[Any] | None:
+    """An array of exactly `count` numbers, None where the key is absent; TextError for anything else."""
     value = metadata.get(key)
     if value is None:
         return None
-    numbers = _as_list(value)
-    if numbers is None or (numbers and not isinstance(numbers[0], (int, float))):
+    numbers = np.asarray(value)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise TextError(f"{key} must be a list of numbers, got {type(value).__name__}")
     if len(numbers) != count:
         raise TextError(f"{key} has {len(numbers)} entries, the vocabulary has {count}")
@@ -80,7 +83,7 @@ def read_json_object(path: Path) -> dict[str, object]:
     return value
 
 
-def _as_list(value: object) -> list[Any] | None:
+def _as_list(value: object) -> list[str] | None:
     if isinstance(value, list):
         return value
     if hasattr(value, "tolist"):
