@@ -5,6 +5,7 @@
 namespace ete {
 
 void bind_pool(nanobind::module_& m);
+void bind_linear(nanobind::module_& m);
 void bind_formats(nanobind::module_& m);
 
 }  // namespace ete

@@ -5,5 +5,6 @@
 NB_MODULE(_native, m) {
   m.doc() = "Native CPU library of EdgeTransformerEngine.";
   ete::bind_pool(m);
+  ete::bind_linear(m);
   ete::bind_formats(m);
 }

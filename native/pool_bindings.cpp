@@ -13,7 +13,8 @@ namespace ete {
 void bind_pool(nb::module_& m) {
   nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), nb::arg("threads"))
-      .def_prop_ro("threads", &ThreadPool::threads);
+      .def_prop_ro("threads", &ThreadPool::threads)
+      .def("reserve", &ThreadPool::reserve, nb::arg("shared_bytes"), nb::arg("thread_bytes"));
   m.def("available_instruction_sets", &available_instruction_sets,
         "Instruction sets that this processor has and this build holds, slowest first.");
   m.def("instruction_set_index", &instruction_set_index, nb::arg("name"),

@@ -1,2 +1,0 @@
-// Kernels are added as files here; this one gives every instruction set an object.
-#include "simd.hpp"

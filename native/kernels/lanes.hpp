@@ -1,0 +1,121 @@
+// What the linear kernels do across lanes: sums, transposes of W x W squares, loads that stop at a row's end.
+#pragma once
+#include <algorithm>
+
+#include "simd.hpp"
+
+#define ETE_UNROLL _Pragma("GCC unroll 32")
+
+namespace ete::ETE_ISA {
+
+#if defined(ETE_ISA_avx512) || defined(ETE_ISA_avx2)
+
+inline float reduce_add(__m256 a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+// Rows of r become columns.
+inline void transpose8(__m256 (&r)[8]) {
+  __m256 t[8];
+  ETE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+  ETE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  ETE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+    t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+  }
+  ETE_UNROLL
+  for (int i = 0; i < 8; ++i) r[i] = t[i];
+}
+
+#endif
+
+#if defined(ETE_ISA_avx512)
+
+inline float reduce_add(Vec a) {
+  return reduce_add(_mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)));
+}
+
+inline void transpose(Vec (&rows)[W]) {
+  __m512 t[16];
+  __m512 r[16];
+  ETE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_ps(rows[2 * i].v, rows[2 * i + 1].v);
+    t[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i].v, rows[2 * i + 1].v);
+  }
+  ETE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  // r[4 i + j] holds, in 128-bit lane l, column 4 l + j of rows 4 i .. 4 i + 3.
+  ETE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    const __m512 low02 = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88);
+    const __m512 low13 = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd);
+    const __m512 high02 = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88);
+    const __m512 high13 = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
+    rows[j].v = _mm512_shuffle_f32x4(low02, high02, 0x88);
+    rows[4 + j].v = _mm512_shuffle_f32x4(low13, high13, 0x88);
+    rows[8 + j].v = _mm512_shuffle_f32x4(low02, high02, 0xdd);
+    rows[12 + j].v = _mm512_shuffle_f32x4(low13, high13, 0xdd);
+  }
+}
+
+#elif defined(ETE_ISA_avx2)
+
+inline float reduce_add(Vec a) { return reduce_add(a.v); }
+
+inline void transpose(Vec (&rows)[W]) {
+  __m256 r[8];
+  ETE_UNROLL
+  for (int i = 0; i < 8; ++i) r[i] = rows[i].v;
+  transpose8(r);
+  ETE_UNROLL
+  for (int i = 0; i < 8; ++i) rows[i].v = r[i];
+}
+
+#else
+
+inline float reduce_add(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
+
+inline void transpose(Vec (&rows)[W]) {
+  for (int i = 0; i < W; ++i)
+    for (int j = i + 1; j < W; ++j) std::swap(rows[i].v[j], rows[j].v[i]);
+}
+
+#endif
+
+// The first n of the W lanes (n < W), zeros in the others; reads nothing beyond them.
+inline Vec load_first(const float* p, int64_t n) {
+  float padded[W] = {};
+  std::memcpy(padded, p, size_t(n) * sizeof(float));
+  return load(padded);
+}
+inline Vec load_first_f16(const uint16_t* p, int64_t n) {
+  uint16_t padded[W] = {};
+  std::memcpy(padded, p, size_t(n) * sizeof(uint16_t));
+  return load_f16(padded);
+}
+inline void store_first(float* p, Vec a, int64_t n) {
+  float padded[W];
+  store(padded, a);
+  std::memcpy(p, padded, size_t(n) * sizeof(float));
+}
+
+}  // namespace ete::ETE_ISA
