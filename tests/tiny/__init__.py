@@ -1,0 +1,1 @@
+"""Tiny random models that are able to fail: their configurations, weights and files."""
