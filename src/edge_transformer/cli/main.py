@@ -6,9 +6,12 @@ but click.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -47,6 +50,22 @@ HF_HUB_OFFLINE (hub models), ETE_CPU_ISA (force an instruction set), NO_COLOR.
 """
 
 
+@contextlib.contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn what ends a command early into a message, where there is something to say, and its exit code."""
+    try:
+        yield
+    except EdgeTransformerError as error:
+        click.echo(f"Error: {error}", err=True)
+        raise click.exceptions.Exit(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        raise click.exceptions.Exit(INTERRUPTED) from error
+    except BrokenPipeError as error:
+        # What is still buffered has no reader; without this the interpreter would complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(BROKEN_PIPE) from error
+
+
 class LazyGroup(click.Group):
     """A group whose subcommands are imported when they are needed."""
 
@@ -63,18 +82,15 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        with exit_codes():
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> object:
-        try:
+        with exit_codes():
             return super().invoke(ctx)
-        except EdgeTransformerError as error:
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except KeyboardInterrupt:
-            ctx.exit(INTERRUPTED)
-        except BrokenPipeError:
-            # What is still buffered has no reader; without this the interpreter would complain about it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(BROKEN_PIPE)
 
 
 @click.group(

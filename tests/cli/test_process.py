@@ -1,0 +1,147 @@
+"""`ete` as a process: signals, pipes, streams that close, what help imports, terminals."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_llm.py"))]
+REAL = [sys.executable, "-c", "from edge_transformer.cli.main import main; main()"]
+
+HEAVY = ["numpy", "rich", "tokenizers", "jinja2", "huggingface_hub", "prompt_toolkit", "edge_transformer._native"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["chat", "--help"], ["rm", "-h"]])
+def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", *REAL[1:], *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "click" in imported
+    assert imported.isdisjoint(HEAVY)
+
+
+def read_until(stream: int, expected: bytes, seconds: float = 30) -> bytes:
+    seen = b""
+    deadline = time.monotonic() + seconds
+    while expected not in seen:
+        ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"{expected!r} did not come; there was {seen!r}"
+        piece = os.read(stream, 4096)
+        assert piece, f"ended before {expected!r}; there was {seen!r}"
+        seen += piece
+    return seen
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_ctrl_c_ends_the_answer_with_what_there_is(json: bool) -> None:
+    command = [*FAKE, "run", "slow", "hello there", *(["--json"] if json else [])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    seen = b""
+    if json:
+        time.sleep(1.5)
+    else:
+        seen = read_until(process.stdout.fileno(), b"You said: hello")
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    output = seen + output
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    if json:
+        assert b'"finish_reason": "interrupted"' in output
+    else:
+        assert output.startswith(b"You said: hello")
+        assert output.endswith(b"\n")
+        assert errors.startswith(b"prompt 3 tokens")
+
+
+def test_ctrl_c_while_the_model_is_loaded_ends_quietly(tmp_path: Path) -> None:
+    # A named pipe for the prompt keeps the program waiting.
+    os.mkfifo(tmp_path / "pipe")
+    process = subprocess.Popen(
+        [*FAKE, "run", "m", "--prompt-file", str(tmp_path / "pipe")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    writer = os.open(tmp_path / "pipe", os.O_WRONLY)  # returns once the program reads
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    os.close(writer)
+    assert (process.returncode, output) == (130, b"")
+    assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("arguments", [["run", "slow", "hello"], ["run", "m", "word " * 60], ["--help"]])
+def test_a_reader_that_goes_away_ends_the_program_quietly(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    process = subprocess.Popen([*FAKE, *arguments], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    if "slow" in arguments:
+        read_until(reader, b"You")
+    os.close(reader)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 141
+    assert errors == b""
+
+
+def test_output_that_the_terminal_cannot_show_does_not_stop_the_program() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([*FAKE, "run", "m", "ü🙂"], capture_output=True, env=environment, check=True)
+    assert done.stdout == b"You said: \xfc?\n"
+
+
+def test_a_prompt_that_is_no_utf8_reaches_the_model_as_lone_surrogates() -> None:
+    done = subprocess.run([*FAKE, "run", "m", b"\xff", "--json"], capture_output=True, check=True)
+    assert b"You said: \\udcff" in done.stdout
+
+
+def on_a_terminal(command: list[str], environment: dict[str, str]) -> bytes:
+    """What a command without input writes to a terminal."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, **environment})
+    os.close(slave)
+    written = b""
+    while True:
+        try:
+            piece = os.read(master, 4096)
+        except OSError:  # how Linux says that no process has the terminal open any more
+            break
+        if not piece:
+            break
+        written += piece
+    os.close(master)
+    process.wait(timeout=30)
+    return written
+
+
+BAR = """
+import time
+from edge_transformer.cli.console import progress_bar
+with progress_bar() as progress:
+    for done in range(20):
+        progress("loading [weird] name", done, 20)
+        time.sleep(0.03)
+"""
+
+
+def test_a_progress_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
+    command = [sys.executable, "-c", BAR]
+    drawn = on_a_terminal(command, {"TERM": "xterm-256color", "COLUMNS": "120"})
+    assert b"loading [weird] name" in drawn
+    colours = [part for part in drawn.split(b"\x1b[")[1:] if b"m" in part[:12] and not part.startswith(b"0m")]
+    assert colours
+    plain = on_a_terminal(command, {"TERM": "xterm-256color", "COLUMNS": "120", "NO_COLOR": "1"})
+    assert b"loading [weird] name" in plain
+    assert b"\x1b[38;" not in plain
+    assert b"\x1b[3" not in plain
+    done = subprocess.run(command, capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+
+
+def test_without_a_prompt_on_a_terminal_the_program_asks_for_one_instead_of_hanging() -> None:
+    assert b"No prompt" in on_a_terminal([*FAKE, "run", "m"], {})
