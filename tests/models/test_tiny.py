@@ -1,0 +1,164 @@
+"""Tiny models of every family and field against the logits of transformers in float32.
+
+Bounds on |difference of a logit| / max(1, max |logit|): oracle 2e-6, CPU 1e-5.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from edge_transformer.engine.core import Engine
+from edge_transformer.models.config import ModelConfig, Rope
+from tiny.models import MODELS
+from tiny.run import SCHEDULES, open_engine, run
+from tiny.weights import digest, make_weights
+from tiny.write import write_gguf, write_hf
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tiny"
+BOUNDS = {"reference": 2e-6, "cpu": 1e-5}
+CPU_MISSING = importlib.util.find_spec("edge_transformer.cpu.backend") is None
+BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(CPU_MISSING, reason="no CPU backend"))]
+GGUF_MODELS = [name for name, model in MODELS.items() if model.gguf]
+
+
+@dataclass
+class Golden:
+    prompts: list[list[int]]
+    positions: list[list[int]]
+    logits: list[npt.NDArray[np.float64]]
+
+    def error(self, logits: list[npt.NDArray[np.float32]]) -> float:
+        """Largest |difference| / max(1, max |logit|) over the kept positions."""
+        errors = [
+            float(np.abs(ours[rows] - theirs).max() / max(1.0, np.abs(theirs).max()))
+            for ours, rows, theirs in zip(logits, self.positions, self.logits, strict=True)
+        ]
+        return max(errors)
+
+
+def golden(name: str) -> Golden:
+    record: dict[str, Any] = json.loads((GOLDEN / f"{name}.json").read_text())
+    assert record["config"] == json.loads(json.dumps(MODELS[name].config)), "run tiny.make_golden again"
+    assert record["weights_sha256"] == digest(make_weights(MODELS[name])), "run tiny.make_golden again"
+    prompts = record["prompts"]
+    return Golden(
+        [prompt["ids"] for prompt in prompts],
+        [prompt["positions"] for prompt in prompts],
+        [np.array(prompt["logits"]) for prompt in prompts],
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+def hf_path(folder: Path, name: str) -> Path:
+    if not (folder / name).exists():
+        write_hf(folder / name, MODELS[name].config, make_weights(MODELS[name]))
+    return folder / name
+
+
+def gguf_path(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.gguf"
+    return path if path.exists() else write_gguf(path, MODELS[name], make_weights(MODELS[name]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(folder: Path, name: str, backend: str) -> None:
+    truth = golden(name)
+    engine = open_engine(hf_path(folder, name), backend)
+    errors = {schedule: truth.error(run(engine, truth.prompts, schedule)) for schedule in SCHEDULES}
+    engine.close()
+    assert max(errors.values()) <= BOUNDS[backend], errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", GGUF_MODELS)
+def test_gguf_logits_equal_transformers(folder: Path, name: str, backend: str) -> None:
+    truth = golden(name)
+    engine = open_engine(gguf_path(folder, name), backend)
+    errors = {schedule: truth.error(run(engine, truth.prompts, schedule)) for schedule in ("one_piece", "interleaved")}
+    engine.close()
+    assert max(errors.values()) <= BOUNDS[backend], errors
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_property_of_the_model_matters(folder: Path, name: str) -> None:
+    """Setting a property that is not the default back to it moves the logits by at least 100 bounds of the CPU."""
+    truth = golden(name)
+    path = hf_path(folder, name)
+    right = _config(path)
+    for field, wrong in _mistakes(right).items():
+        engine = open_engine(path, config=wrong)
+        error = truth.error(run(engine, truth.prompts, "one_piece"))
+        engine.close()
+        assert error >= 100 * BOUNDS["cpu"], f"{field} moves the logits by {error:.1e} only"
+
+
+def _config(path: Path) -> ModelConfig:
+    engine: Engine = open_engine(path)
+    config = engine.config
+    engine.close()
+    return config
+
+
+def _mistakes(right: ModelConfig) -> dict[str, ModelConfig]:
+    """The configuration with one property forgotten, for each that this model has."""
+    mistakes: dict[str, ModelConfig] = {}
+    if right.norm_eps > 1e-4:
+        mistakes["norm_eps"] = replace(right, norm_eps=1e-6)
+    if right.embedding_scale != 1.0:
+        mistakes["embedding_scale"] = replace(right, embedding_scale=1.0)
+    if right.attention_softcap is not None:
+        mistakes["attention_softcap"] = replace(right, attention_softcap=None)
+    if right.final_softcap is not None:
+        mistakes["final_softcap"] = replace(right, final_softcap=None)
+    if any(window is not None for window in right.layer_windows):
+        mistakes["layer_windows"] = replace(right, layer_windows=(None,) * right.num_layers)
+    if any(rope.type != "default" for rope in right.ropes):
+        plain = tuple(Rope("default", rope.theta, rope.rotary_dim) for rope in right.ropes)
+        mistakes["rope type"] = replace(right, ropes=plain)
+    if len(right.ropes) == 2:
+        mistakes["second rope"] = replace(right, layer_ropes=(0,) * right.num_layers)
+    mistakes["attention_scale"] = replace(right, attention_scale=right.attention_scale * 1.1)
+    other = {"silu": "gelu_tanh", "gelu_tanh": "silu"}
+    mistakes["activation"] = replace(right, activation=other[right.activation])
+    return mistakes
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", MODELS)
+def test_golden_files_equal_transformers_live(name: str) -> None:
+    """The kept logits are what transformers gives here and now."""
+    from tiny.make_golden import transformers_logits
+
+    truth = golden(name)
+    weights = make_weights(MODELS[name])
+    logits = [transformers_logits(MODELS[name].config, weights, prompt).astype(np.float32) for prompt in truth.prompts]
+    assert truth.error(logits) <= 6e-7
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", ["llama_yarn", "gemma3_linear"])
+def test_every_position_equals_transformers_live(folder: Path, name: str) -> None:
+    """As the golden test, at every position of a fresh random prompt."""
+    from tiny.make_golden import transformers_logits
+
+    weights = make_weights(MODELS[name])
+    prompt = [int(token) for token in np.random.default_rng().integers(0, 131, 150)]
+    expected = transformers_logits(MODELS[name].config, weights, prompt)
+    engine = open_engine(hf_path(folder, name))
+    for schedule in ("one_piece", "token_by_token"):
+        ours = run(engine, [prompt], schedule)[0]
+        assert np.abs(ours - expected).max() <= BOUNDS["reference"] * max(1.0, np.abs(expected).max())
+    engine.close()
