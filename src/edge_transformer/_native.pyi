@@ -1,5 +1,10 @@
 """The native CPU library (native/*.cpp). Addresses are raw pointers; callers check sizes and keep the memory alive."""
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
 class ThreadPool:
     def __init__(self, threads: int) -> None: ...
     @property
@@ -45,3 +50,55 @@ class LinearOp:
     def gather(self, ids: int, out: int, scale: float, count: int) -> None: ...
 
 def linear_workspace(rows: int, cols: int) -> tuple[int, int]: ...
+
+# attention, norms, rope
+Spans = list[tuple[int, int, int, int]]
+
+class BatchView:
+    """The arrays of an ops.batch.Batch by address: it must be kept alive. Raises ValueError for arrays that do not fit."""
+
+    def __init__(
+        self,
+        prompt_rows: int,
+        positions: npt.NDArray[np.int32],
+        row_sequence: npt.NDArray[np.int32],
+        prompt_spans: Spans,
+        rope_cos: Sequence[npt.NDArray[np.float32]],
+        rope_sin: Sequence[npt.NDArray[np.float32]],
+        tile_tables: Sequence[npt.NDArray[np.int64]],
+    ) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def prompt_rows(self) -> int: ...
+
+class AttentionOp:
+    def __init__(
+        self,
+        pool: ThreadPool,
+        isa: int,
+        layer: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        rope: int,
+        scale: float,
+        softcap: float,
+        window: int,
+        bf16: bool,
+    ) -> None: ...
+    def append(
+        self, batch: BatchView, q: int, k: int, v: int, q_norm: int, k_norm: int, eps: float
+    ) -> None: ...
+    def attend(self, batch: BatchView, q: int, out: int) -> None: ...
+
+class ElementwiseOps:
+    def __init__(self, pool: ThreadPool, isa: int) -> None: ...
+    def add_norm(
+        self, residual: int, delta: int, delta_norm: int, weight: int, eps: float, out: int, rows: int, cols: int
+    ) -> None: ...
+    def select_rows(self, x: int, cols: int, rows: int, count: int, out: int) -> None: ...
+    def apply(self, function: int, x: int, count: int, out: int) -> None: ...
+
+def attention_workspace(heads: int, head_dim: int) -> tuple[int, int]: ...

@@ -1,0 +1,42 @@
+// One pass as the kernels see it: ops.batch.Batch with its arrays as pointers. The arrays belong to Python.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+namespace ete {
+
+constexpr int kTilePositions = 512;  // ops.batch.KV_TILE_POSITIONS
+
+struct PromptSpan {
+  int64_t row_start;
+  int64_t row_count;
+  int64_t position;
+  int64_t sequence;
+};
+
+struct TileTable {
+  const int64_t* tiles;  // [sequences][tiles_per_sequence] addresses
+  int64_t tiles_per_sequence;
+};
+
+struct RopeRows {
+  const float* cos;  // [rows][half]
+  const float* sin;
+  int64_t half;
+};
+
+struct BatchView {
+  int64_t rows;
+  int64_t prompt_rows;
+  const int32_t* positions;     // [rows]
+  const int32_t* row_sequence;  // [rows]
+  std::vector<PromptSpan> spans;
+  std::vector<RopeRows> ropes;
+  std::vector<TileTable> tables;  // per layer
+
+  const int64_t* tiles(int layer, int64_t sequence) const {
+    return tables[layer].tiles + sequence * tables[layer].tiles_per_sequence;
+  }
+};
+
+}  // namespace ete

@@ -1,0 +1,69 @@
+// Binds the ops on rows alone. Shapes are checked by cpu/backend.py.
+#include <nanobind/nanobind.h>
+
+#include "bindings.hpp"
+#include "elementwise.hpp"
+#include "isa.hpp"
+
+namespace nb = nanobind;
+
+namespace ete {
+
+ETE_KERNEL_TABLE(ElementwiseKernels, elementwise_kernels)
+
+namespace {
+
+using Address = uint64_t;
+
+template <typename T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Bound to a pool and an instruction set.
+class ElementwiseOps {
+ public:
+  ElementwiseOps(ThreadPool& pool, int isa) : pool_(pool), kernels_(elementwise_kernels_by_isa(isa)) {}
+
+  void add_norm(Address residual, Address delta, Address delta_norm, Address weight, float eps, Address out,
+                int64_t rows, int64_t cols) const {
+    const NormArgs args{at<float>(residual),
+                        at<const float>(delta),
+                        at<const float>(delta_norm),
+                        at<const float>(weight),
+                        at<float>(out),
+                        cols,
+                        eps};
+    const nb::gil_scoped_release release;
+    ete::add_norm(pool_, kernels_, args, rows);
+  }
+
+  void select_rows(Address x, int64_t cols, Address rows, int64_t count, Address out) const {
+    const nb::gil_scoped_release release;
+    ete::select_rows(pool_, at<const float>(x), cols, at<const int32_t>(rows), count, at<float>(out));
+  }
+
+  void apply(int function, Address x, int64_t count, Address out) const {
+    const nb::gil_scoped_release release;
+    kernels_.apply(function, at<const float>(x), count, at<float>(out));
+  }
+
+ private:
+  ThreadPool& pool_;
+  const ElementwiseKernels& kernels_;
+};
+
+}  // namespace
+
+void bind_elementwise(nb::module_& m) {
+  nb::class_<ElementwiseOps>(m, "ElementwiseOps")
+      .def(nb::init<ThreadPool&, int>(), nb::arg("pool"), nb::arg("isa"), nb::keep_alive<1, 2>())
+      .def("add_norm", &ElementwiseOps::add_norm, nb::arg("residual"), nb::arg("delta"), nb::arg("delta_norm"),
+           nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("rows"), nb::arg("cols"))
+      .def("select_rows", &ElementwiseOps::select_rows, nb::arg("x"), nb::arg("cols"), nb::arg("rows"),
+           nb::arg("count"), nb::arg("out"))
+      .def("apply", &ElementwiseOps::apply, nb::arg("function"), nb::arg("x"), nb::arg("count"), nb::arg("out"),
+           "out[i] = function(x[i]): 0 exp, 1 tanh, 2 silu, 3 gelu_tanh. For tests of the vector functions.");
+}
+
+}  // namespace ete
