@@ -191,6 +191,8 @@ class Engine:
         logits_bytes = LOGIT_BLOCK_ROWS * config.vocab_size * 4
         self._workspace_bytes = activation_bytes + selected_bytes + logits_bytes
         address, owner = self._backend.allocate(self._workspace_bytes)
+        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        self._backend.reserve(rows, widest, [layer.shape for layer in self._layers])
         self._activations = forward.make_activations(config, rows, address, owner)
         self._selected = Tensor(address + activation_bytes, (rows, config.hidden_size), DType.F32, owner)
         self._logits_block = Tensor(

@@ -52,6 +52,13 @@ class Backend(Protocol):
         """Memory for a workspace: (address aligned to 256, owner). Called once at load, never by an op."""
         ...
 
+    def reserve(self, rows: int, cols: int, shapes: Sequence[AttentionShape]) -> None:
+        """Scratch for passes of up to `rows` rows, linear ops with up to `cols` input columns, and these attentions.
+
+        Called once at load, so that no op allocates.
+        """
+        ...
+
     def gather_rows(self, table: Weight, batch: Batch, scale: float, out: Tensor) -> None:
         """out[r] = scale * table[token_ids[r]]; out f32 [R, H]."""
         ...

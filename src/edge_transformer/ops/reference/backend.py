@@ -37,6 +37,9 @@ class ReferenceBackend:
         memory = HostMemory(nbytes)
         return memory.address, memory
 
+    def reserve(self, rows: int, cols: int, shapes: Sequence[AttentionShape]) -> None:
+        """Nothing: numpy allocates as it goes."""
+
     def gather_rows(self, table: Weight, batch: Batch, scale: float, out: Tensor) -> None:
         _floats(out)[: batch.rows] = np.float32(scale) * self._matrix(table)[batch.token_ids]
 

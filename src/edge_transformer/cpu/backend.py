@@ -1,0 +1,191 @@
+"""CpuBackend: the Backend protocol on the native library. One native call per op; the arithmetic is in native/.
+
+Python's part of an op is a few microseconds, so addresses of a pass's arrays are taken once per pass, and the native
+object of a layer's attention is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edge_transformer import _native
+from edge_transformer.cpu.linear import LinearOps, linear_workspace
+from edge_transformer.cpu.settings import cpu_settings
+from edge_transformer.formats.weight import Weight
+from edge_transformer.memory import HostMemory
+from edge_transformer.ops.backend import AttentionShape
+from edge_transformer.ops.batch import Batch
+from edge_transformer.ops.tensor import DType, Tensor
+
+
+class CpuBackend:
+    """The ops on the processor. `pool` may be used between passes, by one thread at a time, and so may the ops.
+
+    threads, isa: None takes what the environment says (cpu/settings.py), or the best this machine has.
+    Raises UsageError for a thread count or instruction set that cannot be had.
+    """
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        settings = cpu_settings(isa, threads)
+        self.pool = _native.ThreadPool(settings.threads)
+        self.isa = settings.isa
+        self._isa = _native.instruction_set_index(settings.isa)
+        self._linear = LinearOps(self.pool, self._isa)
+        self._elementwise = _native.ElementwiseOps(self.pool, self._isa)
+        # By identity, with the object itself so that it cannot be replaced by another at the same place.
+        self._attentions: dict[int, tuple[AttentionShape, _native.AttentionOp]] = {}
+        self._batch: Batch | None = None
+        self._view: _native.BatchView | None = None
+
+    def allocate(self, nbytes: int) -> tuple[int, object]:
+        memory = HostMemory(nbytes, huge_pages=True)
+        return memory.address, memory
+
+    def reserve(self, rows: int, cols: int, shapes: Sequence[AttentionShape]) -> None:
+        """Scratch in the pool; the native objects of `shapes`."""
+        self.pool.reserve(*linear_workspace(rows, cols))
+        for shape in shapes:
+            self.pool.reserve(*_native.attention_workspace(shape.heads, shape.head_dim))
+            self._attention(shape)
+
+    def gather_rows(self, table: Weight, batch: Batch, scale: float, out: Tensor) -> None:
+        self._linear.gather_rows(table, batch.token_ids, scale, out)
+
+    def add_norm(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        delta_norm: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        rows, (cols,) = self._view_of(batch).rows, weight.shape
+        _check(residual, rows, cols)
+        _check(out, rows, cols)
+        if delta is not None:
+            _check(delta, rows, cols)
+        if delta_norm is not None and delta_norm.shape != (cols,):
+            raise ValueError(f"delta_norm is {delta_norm.shape}; needed: ({cols},)")
+        self._elementwise.add_norm(
+            residual.address, _address(delta), _address(delta_norm), weight.address, eps, out.address, rows, cols
+        )
+
+    def linear_group(
+        self,
+        weights: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        x: Tensor,
+        outs: Sequence[Tensor],
+        batch: Batch,
+    ) -> None:
+        view = self._view_of(batch)
+        self._linear.linear_group(weights, biases, x, outs, view.prompt_rows, view.rows)
+
+    def linear_add(self, weight: Weight, bias: Tensor | None, x: Tensor, residual: Tensor, batch: Batch) -> None:
+        view = self._view_of(batch)
+        self._linear.linear_add(weight, bias, x, residual, view.prompt_rows, view.rows)
+
+    def qk_norm_rope_append(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        shape: AttentionShape,
+        batch: Batch,
+    ) -> None:
+        view = self._view_of(batch)
+        _check(q, view.rows, shape.heads * shape.head_dim)
+        _check(k, view.rows, shape.kv_heads * shape.head_dim)
+        _check(v, view.rows, shape.kv_heads * shape.head_dim)
+        for norm in (q_norm, k_norm):
+            if norm is not None and norm.shape != (shape.head_dim,):
+                raise ValueError(f"q_norm or k_norm is {norm.shape}; needed: ({shape.head_dim},)")
+        self._attention(shape).append(view, q.address, k.address, v.address, _address(q_norm), _address(k_norm), eps)
+
+    def attention(self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch) -> None:
+        view = self._view_of(batch)
+        cols = shape.heads * shape.head_dim
+        _check(q, view.rows, cols)
+        _check(out, view.rows, cols)
+        self._attention(shape).attend(view, q.address, out.address)
+
+    def gated_mlp(
+        self,
+        gate: Weight,
+        up: Weight,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: str,
+        x: Tensor,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        view = self._view_of(batch)
+        self._linear.gated_mlp(gate, up, gate_bias, up_bias, activation, x, out, view.prompt_rows, view.rows)
+
+    def lm_head(self, weight: Weight, x: Tensor, rows: int, softcap: float | None, out: Tensor) -> None:
+        self._linear.lm_head(weight, x, rows, softcap, out)
+
+    def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
+        (cols,) = x.shape[1:]
+        _check(out, count, cols)
+        if count > rows.shape[0]:
+            raise ValueError(f"{count} rows were asked for; {rows.shape[0]} are named")
+        self._elementwise.select_rows(x.address, cols, rows.address, count, out.address)
+
+    def close(self) -> None:
+        """Drop all references to weights and batches. The threads end with the last reference to `pool`."""
+        self._linear.forget()
+        self._batch = self._view = None
+
+    def _view_of(self, batch: Batch) -> _native.BatchView:
+        """The native view of a batch, made at its first op and kept, with the batch, until the next one."""
+        if batch is not self._batch or self._view is None:
+            spans = [(s.row_start, s.row_count, s.position, s.sequence) for s in batch.prompt_spans]
+            self._view = _native.BatchView(
+                batch.prompt_rows,
+                batch.positions,
+                batch.row_sequence,
+                spans,
+                batch.rope_cos,
+                batch.rope_sin,
+                batch.tile_tables,
+            )
+            self._batch = batch
+        return self._view
+
+    def _attention(self, shape: AttentionShape) -> _native.AttentionOp:
+        known = self._attentions.get(id(shape))
+        if known is None:
+            op = _native.AttentionOp(
+                self.pool,
+                self._isa,
+                shape.layer,
+                shape.heads,
+                shape.kv_heads,
+                shape.head_dim,
+                shape.rotary_dim,
+                -1 if shape.rope is None else shape.rope,
+                shape.scale,
+                shape.softcap or 0.0,
+                shape.window or 0,
+                shape.kv_dtype == DType.BF16,
+            )
+            self._attentions[id(shape)] = known = (shape, op)
+        return known[1]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.address
+
+
+def _check(tensor: Tensor, rows: int, cols: int) -> None:
+    if tensor.shape[1] != cols or tensor.shape[0] < rows:
+        raise ValueError(f"a tensor is {tensor.shape}; needed: at least {rows} rows of {cols}")
