@@ -67,13 +67,9 @@ def command(context: click.Context, /, model: str, system: str | None, when_full
 
 def _chat(conversation: Conversation, config: GenerationConfig, model: str) -> None:
     """The loop at a terminal: what goes wrong with a turn is said, and the conversation goes on."""
-    full = (
-        "the oldest turns are dropped" if conversation.drop_oldest else "a turn is refused (/drop or /reset make room)"
-    )
-    note(
-        f"{model}: context {conversation.llm.context_length} tokens; when it is full, {full}, and it is said before. "
-        "/help lists the commands, Ctrl-D leaves."
-    )
+    full = "the oldest turns are dropped" if conversation.drop_oldest else "a turn is refused (/drop, /reset make room)"
+    note(f"{model}: context {conversation.llm.context_length} tokens. /help lists the commands, Ctrl-D leaves.")
+    note(f"When the context is full, {full}; it is said before.")
     for text in typed_turns():
         if text.startswith("/"):
             if not _obey(conversation, text):

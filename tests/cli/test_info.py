@@ -1,0 +1,105 @@
+"""`ete info`, `list`, `rm`, `pull`: on tiny files written here and a cache that is a folder."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from edge_transformer.cli.main import ete
+from paths import gemma3_path, smollm2_path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(ete, arguments)
+
+
+def write_gguf(path: Path, architecture: str) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_refused_model_is_described_and_the_reason_given(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "mamba.gguf", "mamba")
+    result = invoke("info", "mamba.gguf")
+    assert result.exit_code == 4
+    assert "verdict        refused: mamba.gguf: field 'general.architecture' = 'mamba'" in result.stdout
+    assert "weights        F32 1.0 KiB" in result.stdout
+    facts = json.loads(invoke("info", "mamba.gguf", "--json").stdout)
+    assert facts["runs"] is False
+    assert "mamba" in facts["reason"]
+    assert facts["parts"] == {"weights": {"F32": 8 * 32 * 4}}
+
+
+def test_files_that_are_no_model(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf", "llama")
+    data = (tmp_path / "whole.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[:100])
+    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "folder").mkdir()
+    for command in (["info"], ["run", "--raw"]):
+        for name in ("cut.gguf", "text.gguf", "folder"):
+            result = invoke(*command, name, *(["hello"] if "run" in command else []))
+            assert result.exit_code == 3, result.output
+            assert name in result.stderr
+            assert result.stdout == ""
+        assert invoke(*command, "missing.gguf", *(["hello"] if "run" in command else [])).exit_code == 5
+
+
+def test_info_downloads_nothing() -> None:
+    for name in ("demo", "org/name"):
+        result = invoke("info", name)
+        assert result.exit_code == 5
+        assert f"ete pull {name}" in result.stderr
+
+
+def test_nothing_pulled() -> None:
+    result = invoke("list")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "ete pull demo" in result.stderr
+    assert json.loads(invoke("list", "--json").stdout) == []
+    assert invoke("rm", "demo").exit_code == 5
+    assert invoke("rm", "org/name", "--yes").exit_code == 5
+    assert invoke("pull", "no-such-model").exit_code == 5
+
+
+def test_deleting_from_the_shared_cache_needs_a_yes(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hf" / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    references = tmp_path / "hf" / "models--org--name" / "refs"
+    references.mkdir()
+    (references / "main").write_text("abc")
+    (snapshot / "m-Q8_0.gguf").write_bytes(b"x" * 2048)
+    listed = invoke("list").stdout
+    assert listed == f"org/name:m-Q8_0.gguf     2.0 KiB  {snapshot / 'm-Q8_0.gguf'}\n"
+    assert invoke("rm", "org/name").exit_code == 2
+    assert snapshot.exists()
+    assert "2.0 KiB freed" in invoke("rm", "org/name", "--yes").stderr
+    assert not snapshot.exists()
+
+
+@pytest.mark.real_model
+def test_real_models_are_described_from_their_headers() -> None:
+    facts = json.loads(invoke("info", str(smollm2_path()), "--json").stdout)
+    assert facts["runs"] is True
+    assert (facts["architecture"], facts["layers"], facts["parameters"]) == ("llama", 30, 134_515_008)
+    assert facts["kv_bytes_per_token"] == {"bf16": 2 * 30 * 3 * 64 * 2, "f32": 2 * 30 * 3 * 64 * 4}
+    assert facts["chat_template"] is True
+    assert facts["parts"]["embedding"] == {"Q8_0": 49152 * 576 // 32 * 34}
+    facts = json.loads(invoke("info", str(gemma3_path()), "--json").stdout)
+    assert (facts["architecture"], facts["layers"], facts["parameters"]) == ("gemma3", 18, 268_098_176)
+    assert facts["chat_template"] is False
+    assert facts["layer_windows"].count(512) == 15
