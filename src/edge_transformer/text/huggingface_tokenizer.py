@@ -11,16 +11,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from edge_transformer.errors import TextError
 from edge_transformer.text.bpe_encoder import BpeEncoder
-from edge_transformer.text.metadata import MAX_JSON_BYTES, read_json_object
+from edge_transformer.text.huggingface_added_tokens import add_tokens_of_folder
+from edge_transformer.text.metadata import MAX_JSON_BYTES
 from edge_transformer.text.token_bytes import SPACE_MARK, Spelling
 from edge_transformer.text.tokenizer import Tokenizer, Vocabulary
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LONE_SENTENCEPIECE = ("tokenizer.model", "sentencepiece.bpe.model", "spiece.model")
 
 
@@ -29,11 +28,7 @@ def huggingface_tokenizer(folder: Path) -> Tokenizer:
     kind.
     """
     backend = _read_backend(folder)
-    config = read_json_object(folder / "tokenizer_config.json")
-    special_map = read_json_object(folder / "special_tokens_map.json")
-    named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name, special_map.get(name))))}
-    _add_tokens(backend, config, special_map, named, folder)
-
+    named = add_tokens_of_folder(backend, folder)
     spelling, strip_first_space = _spelling(backend)
     added = backend.get_added_tokens_decoder()
     bos = _named_id(backend, named, "bos_token")
@@ -73,67 +68,6 @@ def _read_backend(folder: Path) -> Backend:
         return Backend.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise TextError(f"{path} is not a tokenizer that can be read: {error}") from error
-
-
-def _token_text(value: object) -> str | None:
-    """Text of a token as configuration files give it: a string, or an object with "content"."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
-
-
-def _add_tokens(
-    backend: Backend,
-    config: Mapping[str, object],
-    special_map: Mapping[str, object],
-    named: Mapping[str, str],
-    folder: Path,
-) -> None:
-    """Mark as added what the companions of tokenizer.json list and it does not; TextError where ids disagree."""
-    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder")
-    wanted: dict[str, tuple[int | None, AddedToken]] = {}
-    if isinstance(listed, Mapping):
-        for key, entry in sorted(listed.items(), key=lambda item: int(item[0]) if str(item[0]).isdecimal() else -1):
-            text = _token_text(entry)
-            if text is None or not str(key).isdecimal() or not isinstance(entry, Mapping):
-                raise TextError(
-                    f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has an unusable entry {key!r}"
-                )
-            flags = {
-                flag: bool(entry.get(flag, False))
-                for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            }
-            wanted[text] = (int(key), AddedToken(text, **flags))
-    elif (folder / "added_tokens.json").is_file():
-        special = {*named.values(), *_listed_special(config, special_map)}
-        entries = read_json_object(folder / "added_tokens.json")
-        for text, token_id in sorted(entries.items(), key=lambda item: item[1] if isinstance(item[1], int) else -1):
-            if not isinstance(token_id, int):
-                raise TextError(
-                    f"{folder / 'added_tokens.json'}: the id of {text!r} must be a number, got {token_id!r}"
-                )
-            wanted[text] = (token_id, AddedToken(text, normalized=text not in special, special=text in special))
-    for text in (*named.values(), *_listed_special(config, special_map)):
-        if text not in known and text not in wanted and backend.token_to_id(text) is not None:
-            wanted[text] = (None, AddedToken(text, special=True, normalized=False))
-    backend.add_tokens([token for text, (_, token) in wanted.items() if text not in known])
-    for text, (token_id, _) in wanted.items():
-        if token_id is not None and backend.token_to_id(text) != token_id:
-            raise TextError(
-                f"{folder}: the added token {text!r} has id {token_id} in tokenizer_config.json or added_tokens.json, "
-                f"but {backend.token_to_id(text)} in tokenizer.json"
-            )
-
-
-def _listed_special(config: Mapping[str, object], special_map: Mapping[str, object]) -> list[str]:
-    texts = []
-    for source in (config, special_map):
-        for key in ("additional_special_tokens", "extra_special_tokens"):
-            value = source.get(key)
-            entries = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
-            texts += [text for entry in entries if (text := _token_text(entry))]
-    return texts
 
 
 def _named_id(backend: Backend, named: Mapping[str, str], name: str) -> int | None:
