@@ -92,7 +92,7 @@ def test_gguf_logits_equal_transformers(folder: Path, name: str, backend: str) -
     assert max(errors.values()) <= BOUNDS[backend], errors
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("_long")])
 def test_every_property_of_the_model_matters(folder: Path, name: str) -> None:
     """Setting a property that is not the default back to it moves the logits by at least 100 bounds of the CPU."""
     truth = golden(name)

@@ -70,7 +70,7 @@ def odd_chunks(lengths: list[int]) -> Iterator[Pass]:
 
 
 def interleaved(lengths: list[int]) -> Iterator[Pass]:
-    """Both prompts in the same passes: one in chunks of 11, the other in chunks of 7 and single decode rows by turns."""
+    """Both prompts in the same passes: one in chunks of 11, the other in chunks of 7 and decode rows by turns."""
     done, turn = [0, 0], 0
     while done[0] < lengths[0] or done[1] < lengths[1]:
         other: tuple[int, Kind] = (7, "prompt") if turn % 2 == 0 else (1, "decode")

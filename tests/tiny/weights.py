@@ -47,21 +47,20 @@ def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Names and shapes as transformers has them."""
 
     def number(name: str, default: int = 0) -> int:
-        value = config.get(name, default)
-        assert isinstance(value, int)
-        return value
+        value = config.get(name)
+        return default if value is None else int(str(value))
 
     family = str(config["model_type"])
     gemma = family.startswith("gemma")
     hidden, inner = number("hidden_size"), number("intermediate_size")
-    heads, kv_heads = number("num_attention_heads"), number("num_key_value_heads")
+    heads, kv_heads = number("num_attention_heads"), number("num_key_value_heads", number("num_attention_heads"))
     head_dim = number("head_dim", hidden // heads)
     attention_bias = bool(config.get("attention_bias", False))
     projections = {
         "self_attn.q_proj": (heads * head_dim, hidden, attention_bias or family == "qwen2"),
         "self_attn.k_proj": (kv_heads * head_dim, hidden, attention_bias or family == "qwen2"),
         "self_attn.v_proj": (kv_heads * head_dim, hidden, attention_bias or family == "qwen2"),
-        "self_attn.o_proj": (hidden, heads * head_dim, attention_bias),
+        "self_attn.o_proj": (hidden, heads * head_dim, attention_bias and family != "qwen2"),
         "mlp.gate_proj": (inner, hidden, bool(config.get("mlp_bias", False))),
         "mlp.up_proj": (inner, hidden, bool(config.get("mlp_bias", False))),
         "mlp.down_proj": (hidden, inner, bool(config.get("mlp_bias", False))),

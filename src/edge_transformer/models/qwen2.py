@@ -43,10 +43,7 @@ def read_upper_windows(fields: FieldReader, num_layers: int) -> tuple[int | None
 
 
 def _read_gguf(fields: GgufFields) -> ModelConfig:
-    base = gguf_config.read_base(fields, "qwen2")
-    if not base.qkv_bias:
-        fields.model.refuse("attention.head_count", "the biases of q, k and v that this family has are not in the file")
-    return base
+    return replace(gguf_config.read_base(fields, "qwen2"), qkv_bias=True)
 
 
 HF = HfFamily("qwen2", "Qwen2ForCausalLM", _read_hf)

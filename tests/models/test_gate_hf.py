@@ -1,0 +1,350 @@
+"""The gate on config.json: every field is implemented, known to be without effect, or refused by name and value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_transformer.errors import UnsupportedModelError
+from edge_transformer.models.config import ModelConfig, ModelSpec, Rope
+from edge_transformer.models.hf_config import IGNORED
+from edge_transformer.models.read import HF_FAMILIES, read_model
+from tiny.memory import checkpoint
+from tiny.models import MISSING, MODELS, with_fields
+from tiny.weights import make_weights, tensor_shapes
+
+BASE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"}
+BASE |= {"gemma3_text": "gemma3"}
+ALL = list(BASE)
+
+Changes = dict[str, Any]
+
+
+def read(config: Mapping[str, object]) -> ModelSpec:
+    """The spec of a configuration with tensors that fit it."""
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(config).items()}
+    return read_model(checkpoint("safetensors", config, arrays))
+
+
+def base(model_type: str) -> dict[str, object]:
+    return dict(MODELS[BASE[model_type]].config)
+
+
+def refusal(config: Mapping[str, object]) -> str:
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(MODELS["llama"].config).items()}
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_model(checkpoint("safetensors", config, arrays))
+    return str(caught.value)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+# (families, changes to config.json, field named in the refusal, text of its value in the refusal)
+REFUSED: list[tuple[list[str], Changes, str, str]] = [
+    (ALL, {"an_unknown_field": 3}, "an_unknown_field", "3"),
+    (ALL, {"an_unknown_field": None}, "an_unknown_field", "None"),
+    (ALL, {"model_type": "phi3"}, "model_type", "phi3"),
+    (ALL, {"model_type": MISSING}, "model_type", "missing"),
+    (ALL, {"architectures": ["LlamaForSequenceClassification"]}, "architectures", "SequenceClassification"),
+    (ALL, {"architectures": ["LlamaModel"]}, "architectures", "LlamaModel"),
+    (ALL, {"quantization_config": {"bits": 4}}, "quantization_config", "bits"),
+    (ALL, {"auto_map": {"AutoModel": "x.Y"}}, "auto_map", "AutoModel"),
+    (ALL, {"text_config": {"hidden_size": 4}}, "text_config", "hidden_size"),
+    (ALL, {"num_experts": 8}, "num_experts", "8"),
+    (ALL, {"num_local_experts": 8}, "num_local_experts", "8"),
+    (ALL, {"is_encoder_decoder": True}, "is_encoder_decoder", "True"),
+    (ALL, {"add_cross_attention": True}, "add_cross_attention", "True"),
+    (ALL, {"pruned_heads": {"0": [1]}}, "pruned_heads", "[1]"),
+    (ALL, {"per_layer_config": {"0": {}}}, "per_layer_config", "0"),
+    (ALL, {"use_bidirectional_attention": True}, "use_bidirectional_attention", "True"),
+    (ALL, {"use_mrope": True}, "use_mrope", "True"),
+    (ALL, {"rope_interleaved": True}, "rope_interleaved", "True"),
+    (ALL, {"hidden_size": MISSING}, "hidden_size", "missing"),
+    (ALL, {"hidden_size": 64.0}, "hidden_size", "64.0"),
+    (ALL, {"hidden_size": True}, "hidden_size", "True"),
+    (ALL, {"num_hidden_layers": 0}, "num_hidden_layers", "0"),
+    (ALL, {"num_hidden_layers": -1}, "num_hidden_layers", "-1"),
+    (ALL, {"vocab_size": "131"}, "vocab_size", "131"),
+    (ALL, {"num_key_value_heads": 3}, "num_key_value_heads", "3"),
+    (ALL, {"head_dim": 15}, "head_dim", "15"),
+    (ALL, {"rms_norm_eps": float("nan")}, "rms_norm_eps", "nan"),
+    (ALL, {"rms_norm_eps": -1e-6}, "rms_norm_eps", "-1e-06"),
+    (ALL, {"rms_norm_eps": "1e-6"}, "rms_norm_eps", "1e-6"),
+    (ALL, {"tie_word_embeddings": "yes"}, "tie_word_embeddings", "yes"),
+    (ALL, {"tie_word_embeddings": None}, "tie_word_embeddings", "None"),
+    (ALL, {"eos_token_id": [1, "a"]}, "eos_token_id", "'a'"),
+    (ALL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
+    (ALL, {"rope_theta": 0}, "rope_theta", "0"),
+    (ALL, {"rope_scaling": [1]}, "rope_scaling", "[1]"),
+    (ALL, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type", "dynamic"),
+    (ALL, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type", "dynamic"),
+    (ALL, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type", "longrope"),
+    (ALL, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor", "missing"),
+    (ALL, {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type", "yarn"),
+    (ALL, {"rope_scaling": {"rope_type": "linear", "factor": -1}}, "rope_scaling.factor", "-1"),
+    (ALL, {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, "rope_scaling.odd", "1"),
+    (ALL, {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling.factor", "2.0"),
+    (ALL, {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, "rope_scaling.beta_fast", "32"),
+    (
+        ALL,
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "rope_scaling.partial_rotary_factor",
+        "0.5",
+    ),
+    (ALL, {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor", "1.0"),
+    (ALL, {"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "rope_scaling.low_freq_factor", "None"),
+    (ALL, {"rope_scaling": YARN | {"attention_factor": -1}}, "rope_scaling.attention_factor", "-1"),
+    (ALL, {"rope_scaling": YARN | {"beta_fast": "32"}}, "rope_scaling.beta_fast", "32"),
+    (ALL, {"rope_scaling": YARN | {"truncate": None}}, "rope_scaling.truncate", "None"),
+    (ALL, {"rope_scaling": YARN, "original_max_position_embeddings": 32}, "original_max_position_embeddings", "32"),
+    (ALL, {"rope_theta": 500.0, "rope_scaling": YARN | {"rope_theta": 600.0}}, "rope_scaling.rope_theta", "600.0"),
+    (["llama", "mistral", "qwen2", "qwen3"], {"hidden_act": "gelu"}, "hidden_act", "gelu"),
+    (["llama", "mistral", "qwen2", "qwen3"], {"hidden_activation": "silu"}, "hidden_activation", "silu"),
+    (["llama"], {"sliding_window": 16}, "sliding_window", "16"),
+    (["llama", "mistral"], {"layer_types": ["full_attention"] * 3}, "layer_types", "full_attention"),
+    (["llama", "mistral", "qwen2", "qwen3"], {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "50.0"),
+    (["llama", "mistral", "qwen2", "qwen3"], {"final_logit_softcapping": 30.0}, "final_logit_softcapping", "30.0"),
+    (["llama", "mistral", "qwen2", "qwen3"], {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar", "16"),
+    (["llama", "mistral"], {"use_sliding_window": True}, "use_sliding_window", "True"),
+    (["mistral"], {"attention_bias": True}, "attention_bias", "True"),
+    (["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"], {"mlp_bias": True}, "mlp_bias", "True"),
+    (["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"], {"sliding_window": 0}, "sliding_window", "0"),
+    (["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"], {"sliding_window": 8.5}, "sliding_window", "8.5"),
+    (["qwen2"], {"attention_bias": False}, "attention_bias", "False"),
+    (["qwen2", "qwen3"], {"layer_types": ["full_attention"]}, "layer_types", "['full_attention']"),
+    (["qwen2", "qwen3"], {"layer_types": ["sliding_attention"] * 3}, "layer_types", "sliding_attention"),
+    (["qwen2", "qwen3"], {"use_sliding_window": 1}, "use_sliding_window", "1"),
+    (["qwen2", "qwen3"], {"max_window_layers": -1}, "max_window_layers", "-1"),
+    (["qwen3", "gemma2"], {"layer_types": ["linear_attention"] * 3}, "layer_types", "linear_attention"),
+    (["gemma2", "gemma3_text"], {"hidden_activation": "gelu"}, "hidden_activation", "'gelu'"),
+    (["gemma2", "gemma3_text"], {"hidden_act": "silu"}, "hidden_act", "silu"),
+    (["gemma2", "gemma3_text"], {"sliding_window": None}, "sliding_window", "None"),
+    (["gemma2", "gemma3_text"], {"sliding_window_size": 77}, "sliding_window_size", "77"),
+    (["gemma2", "gemma3_text"], {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar", "0"),
+    (["gemma2"], {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping", "0.0"),
+    (["gemma2", "gemma3_text"], {"final_logit_softcapping": -1.0}, "final_logit_softcapping", "-1.0"),
+    (["gemma2"], {"sliding_window_pattern": 3}, "sliding_window_pattern", "3"),
+    (["gemma3_text"], {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "50.0"),
+    (["gemma3_text"], {"sliding_window_pattern": 3, "_sliding_window_pattern": 6}, "sliding_window_pattern", "3"),
+    (["gemma3_text"], {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters.rope", "de"),
+    (["llama", "qwen3", "gemma2"], {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+     "rope_parameters.full_attention", "default"),
+    (["llama", "mistral", "qwen2", "qwen3", "gemma2"], {"rope_local_base_freq": 10.5}, "rope_local_base_freq", "10.5"),
+    (
+        ["llama", "mistral", "qwen2", "qwen3", "gemma2"],
+        {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "rope_parameters.rope_theta",
+        "1000000.0",
+    ),
+    (
+        ["llama", "mistral", "qwen2", "qwen3", "gemma2"],
+        {"rope_theta": MISSING, "rope_parameters": YARN, "rope_scaling": YARN | {"factor": 3.0}},
+        "rope_scaling",
+        "3.0",
+    ),
+    (
+        ["gemma3_text"],
+        {
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 30000.0}},
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        "rope_scaling",
+        "8.0",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "field", "value"),
+    [
+        pytest.param(family, changes, field, value, id=f"{family}-{index}-{field}")
+        for index, (families, changes, field, value) in enumerate(REFUSED)
+        for family in families
+    ],
+)
+def test_refused_with_field_and_value(model_type: str, changes: Changes, field: str, value: str) -> None:
+    message = refusal(with_fields(base(model_type), changes))
+    assert f"'{field}" in message
+    assert value in message
+
+
+@pytest.mark.parametrize("model_type", ALL)
+@given(name=st.text(min_size=1, max_size=12), value=st.none() | st.booleans() | st.integers() | st.text(max_size=5))
+def test_no_unknown_field_passes(model_type: str, name: str, value: object) -> None:
+    assert repr("x" + name) in refusal(base(model_type) | {"x" + name: value})
+
+
+@pytest.mark.parametrize("model_type", ALL)
+@pytest.mark.parametrize("name", [name for name in IGNORED if name not in ("architectures", "model_type")])
+def test_fields_without_effect_change_nothing(model_type: str, name: str) -> None:
+    assert read(base(model_type) | {name: "anything"}).config == read(base(model_type)).config
+
+
+ACCEPTED: list[tuple[str, Changes, dict[str, object]]] = [
+    ("llama", {"architectures": MISSING}, {}),
+    ("llama", {"num_key_value_heads": MISSING}, {"num_kv_heads": 4}),
+    ("llama", {"num_key_value_heads": None}, {"num_kv_heads": 4}),
+    ("llama", {"head_dim": None}, {"head_dim": 16}),
+    ("llama", {"rms_norm_eps": MISSING}, {"norm_eps": 1e-6}),
+    ("llama", {"rope_theta": MISSING}, {"ropes": (Rope("default", 10000.0, 16),)}),
+    ("llama", {"rope_scaling": None}, {}),
+    ("llama", {"rope_scaling": {}}, {}),
+    ("llama", {"rope_scaling": {"type": "default", "rope_type": "default"}}, {}),
+    ("llama", {"partial_rotary_factor": 1.0}, {}),
+    ("llama", {"rope_theta": MISSING, "rope_parameters": {"rope_theta": 500.0}}, {}),
+    ("llama", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}, {}),
+    ("llama", {"rope_interleaved": False, "is_llama_config": True}, {}),
+    ("llama", {"eos_token_id": [2, 7]}, {"eos_token_ids": (2, 7)}),
+    ("llama", {"eos_token_id": None, "bos_token_id": None}, {"eos_token_ids": (), "bos_token_id": None}),
+    ("mistral", {"sliding_window": MISSING}, {"layer_windows": (4096,) * 3}),
+    ("mistral", {"sliding_window": None}, {"layer_windows": (None,) * 3}),
+    ("qwen2", {"use_sliding_window": True}, {"layer_windows": (None,) * 3}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, {"layer_windows": (None, None, 4096)}),
+    ("qwen2", {"sliding_window": 8, "max_window_layers": 2}, {"layer_windows": (None,) * 3}),
+    ("qwen2", {"attention_bias": True}, {}),
+    ("gemma2", {"hidden_act": "gelu_pytorch_tanh"}, {}),
+    ("gemma2", {"sliding_window_size": 9}, {}),
+    ("gemma2", {"attn_logit_softcapping": MISSING}, {"attention_softcap": 50.0}),
+    ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None}),
+    ("gemma2", {"final_logit_softcapping": MISSING}, {"final_softcap": 30.0}),
+    ("gemma2", {"query_pre_attn_scalar": 25}, {"attention_scale": 0.2}),
+    ("gemma3_text", {"sliding_window_pattern": 6, "_sliding_window_pattern": 6}, {}),
+    ("gemma3_text", {"rope_theta": MISSING}, {"ropes": (Rope("default", 1e6, 24), Rope("default", 1e4, 24))}),
+    (
+        "gemma3_text",
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"ropes": (Rope("linear", 30000.0, 24, factor=8.0), Rope("default", 10000.0, 24))},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "expected"), ACCEPTED)
+def test_accepted_means(model_type: str, changes: Changes, expected: dict[str, Any]) -> None:
+    assert read(with_fields(base(model_type), changes)).config == replace(read(base(model_type)).config, **expected)
+
+
+def test_missing_tensor_is_named() -> None:
+    arrays = make_weights(MODELS["qwen3"])
+    del arrays["model.layers.1.self_attn.q_norm.weight"]
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.self_attn\.q_norm\.weight.*missing"):
+        read_model(checkpoint("safetensors", MODELS["qwen3"].config, arrays))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.weight", "lm_head.bias", "adapter"]
+)
+def test_leftover_tensor_is_named(name: str) -> None:
+    arrays = make_weights(MODELS["llama"]) | {name: np.zeros(64, np.float32)}
+    with pytest.raises(UnsupportedModelError, match=name):
+        read_model(checkpoint("safetensors", MODELS["llama"].config, arrays))
+
+
+def test_misshapen_tensor_is_named_with_both_shapes() -> None:
+    arrays = make_weights(MODELS["llama"]) | {"model.norm.weight": np.zeros(63, np.float32)}
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight.*\[63\].*\[64\]"):
+        read_model(checkpoint("safetensors", MODELS["llama"].config, arrays))
+
+
+def test_saved_rope_frequencies_are_reported() -> None:
+    name = "model.layers.2.self_attn.rotary_emb.inv_freq"
+    arrays = make_weights(MODELS["llama"]) | {name: np.zeros(8, np.float32)}
+    spec = read_model(checkpoint("safetensors", MODELS["llama"].config, arrays))
+    assert spec.ignored_tensors == (name,)
+
+
+def test_untied_without_a_head_is_refused() -> None:
+    arrays = make_weights(MODELS["llama"])
+    del arrays["lm_head.weight"]
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight.*tie_word_embeddings is false"):
+        read_model(checkpoint("safetensors", MODELS["llama"].config, arrays))
+
+
+def test_tied_with_another_head_is_refused() -> None:
+    arrays = make_weights(MODELS["qwen2"])
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
+    spec = read_model(checkpoint("safetensors", MODELS["qwen2"].config, arrays))
+    assert spec.ignored_tensors == ("lm_head.weight",)
+    assert spec.head is spec.embedding
+    arrays["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings is true.*lm_head\.weight"):
+        read_model(checkpoint("safetensors", MODELS["qwen2"].config, arrays))
+
+
+def _transformers_config(folder: Path, config: Mapping[str, object]) -> Any:
+    from transformers import AutoConfig
+
+    (folder / "config.json").write_text(json.dumps(config))
+    return AutoConfig.from_pretrained(folder)
+
+
+def _our_reading_of(theirs: Any, ours: ModelConfig) -> None:
+    """Compare what transformers made of a configuration with what the gate made of it."""
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.context_length == theirs.max_position_embeddings
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.attention_scale == getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    assert ours.final_softcap == getattr(theirs, "final_logit_softcapping", None)
+    assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
+    types = getattr(theirs, "layer_types", None)
+    sliding = [kind == "sliding_attention" for kind in types] if types else [theirs.model_type == "mistral"] * 3
+    window = getattr(theirs, "sliding_window", None)
+    assert ours.layer_windows == tuple(window if flag else None for flag in sliding)
+    parameters = theirs.rope_parameters
+    nested = [parameters["full_attention"], parameters["sliding_attention"]] if "full_attention" in parameters else None
+    assert [(rope.type, rope.theta) for rope in ours.ropes] == [
+        (section["rope_type"], section["rope_theta"]) for section in nested or [parameters]
+    ]
+
+
+SHAPES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("model_type", ALL)
+def test_absent_fields_mean_what_transformers_means(tmp_path: Path, model_type: str) -> None:
+    config = {name: base(model_type)[name] for name in SHAPES} | {"num_attention_heads": 32, "hidden_size": 64}
+    theirs = _transformers_config(tmp_path, config)
+    full = config | {"num_key_value_heads": theirs.num_key_value_heads, "head_dim": getattr(theirs, "head_dim", 2)}
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(full).items()}
+    _our_reading_of(theirs, read_model(checkpoint("safetensors", config, arrays)).config)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama_yarn_mscale",)])
+def test_what_transformers_saves_reads_as_the_original(tmp_path: Path, name: str) -> None:
+    """transformers rewrites old spellings into new ones; both mean the same, and no field it saves is unknown."""
+    theirs = _transformers_config(tmp_path, MODELS[name].config)
+    theirs.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert read(saved).config == read(MODELS[name].config).config
+    _our_reading_of(theirs, read(saved).config)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("model_type", ALL)
+def test_every_field_transformers_knows_is_explained(model_type: str) -> None:
+    """No field of the configuration class is unknown to the gate."""
+    import dataclasses
+
+    from transformers import AutoConfig
+
+    known = {item.name for item in dataclasses.fields(type(AutoConfig.for_model(model_type)))}
+    for field in known - set(base(model_type)) - set(IGNORED):
+        arrays = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(base(model_type)).items()}
+        with pytest.raises(UnsupportedModelError, match=f"{field}'.*(expected|supported|disagrees|does not apply)"):
+            read_model(checkpoint("safetensors", base(model_type) | {field: "?"}, arrays))
+    assert model_type in HF_FAMILIES
