@@ -145,3 +145,20 @@ def test_a_progress_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
 
 def test_without_a_prompt_on_a_terminal_the_program_asks_for_one_instead_of_hanging() -> None:
     assert b"No prompt" in on_a_terminal([*FAKE, "run", "m"], {})
+
+
+def test_a_disk_full_under_standard_output_is_an_error_with_its_reason() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*FAKE, "run", "m", "hello"], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr == b"Error: [Errno 28] No space left on device\n"
+
+
+def test_a_cache_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "ETE_CACHE": str(tmp_path / "file" / "cache")}
+    done = subprocess.run([*REAL, "pull", "demo"], capture_output=True, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"Error: ")
+    assert str(tmp_path).encode() in done.stderr
+    assert b"Traceback" not in done.stderr

@@ -64,6 +64,10 @@ def exit_codes() -> Iterator[None]:
         # What is still buffered has no reader; without this the interpreter would complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(BROKEN_PIPE) from error
+    except OSError as error:  # a cache folder that cannot be written, a disk full under standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        click.echo(f"Error: {error}", err=True)
+        raise click.exceptions.Exit(1) from error
 
 
 class LazyGroup(click.Group):

@@ -12,6 +12,7 @@ import click
 
 from edge_transformer.cli.answer import write_answer
 from edge_transformer.cli.console import note, peak_memory, progress_bar, statistics
+from edge_transformer.cli.expectation import expectation
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import engine_options, generation_config, generation_options, load_model
 
@@ -63,6 +64,8 @@ def command(
     with contextlib.ExitStack() as stack:
         with progress_bar() as progress:
             llm = stack.enter_context(load_model(model, options, progress))
+        if (expected := expectation(llm)) is not None:
+            note(expected)
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": text})
         generation = write_answer(llm, text if raw else messages, config, raw=raw, show=not as_json)

@@ -1,0 +1,53 @@
+"""What a big model will feel like, said before it answers: nobody should wonder whether the program hangs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from edge_transformer.cli.console import size
+
+if TYPE_CHECKING:
+    from edge_transformer import LLM
+
+# Below this a token takes well under a second on any machine, and measuring would delay the first one.
+WORTH_SAYING = 2 << 30
+PROBE_BYTES = 32 << 20
+
+
+def expectation(llm: LLM) -> str | None:
+    """A line on the rate to expect; None for a model small enough not to need one."""
+    memory = llm.memory
+    weights = memory["weights_mapped"] + memory["weights_rearranged"]
+    if weights < WORTH_SAYING:
+        return None
+    available = available_memory() + memory["weights_rearranged"]  # those are already in memory
+    if weights > available:
+        return (
+            f"{size(weights)} of weights do not fit in {size(available)} of memory: about {size(weights - available)} "
+            "are read from the disk again for every token, so expect seconds to minutes for each"
+        )
+    rate = read_rate()
+    return (
+        f"expect about {rate / weights:.2g} tok/s or more: every token reads {size(weights)} of weights, and one "
+        f"thread reads {rate / 1e9:.0f} GB/s here"
+    )
+
+
+def available_memory() -> int:
+    """Bytes that programs can still have without swapping, as the kernel estimates."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def read_rate() -> float:
+    """Bytes per second at which one thread sums memory that is in no cache."""
+    import numpy as np
+
+    numbers = np.ones(PROBE_BYTES // 4, np.float32)
+    started = time.perf_counter()
+    numbers.sum()
+    return PROBE_BYTES / (time.perf_counter() - started)

@@ -1,0 +1,40 @@
+"""What is said before a big model answers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edge_transformer.cli import expectation as module
+from edge_transformer.cli.expectation import available_memory, expectation, read_rate
+
+
+def model(mapped: int, rearranged: int) -> Any:
+    return SimpleNamespace(memory={"weights_mapped": mapped, "weights_rearranged": rearranged})
+
+
+def test_a_small_model_needs_no_word_and_costs_no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "read_rate", lambda: pytest.fail("measured"))
+    assert expectation(model(1 << 30, 1 << 29)) is None
+
+
+def test_a_big_model_has_its_rate_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_memory", lambda: 10 << 30)
+    monkeypatch.setattr(module, "read_rate", lambda: 10e9)
+    said = expectation(model(4 << 30, 0))
+    assert said is not None
+    assert "about 2.3 tok/s" in said  # 10e9 / 4.29e9
+    assert "4.00 GiB" in said
+
+
+def test_a_model_bigger_than_memory_says_what_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_memory", lambda: 10 << 30)
+    said = expectation(model(14 << 30, 0))
+    assert said is not None
+    assert "about 4.00 GiB are read from the disk again for every token" in said
+    assert "do not fit" not in (expectation(model(6 << 30, 14 << 30)) or "")
+
+
+def test_the_measurements_are_of_this_machine() -> None:
+    assert 1 << 20 < available_memory() < 1 << 50
+    assert 1e8 < read_rate() < 1e12
