@@ -42,7 +42,11 @@ def huggingface_end_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, 
     end-of-turn tokens of its vocabulary. Raises TextError for an eos_token_id that is no id or list of ids."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = read_json_object(folder / name).get("eos_token_id")
+        settings = read_json_object(folder / name)
+        text_settings = settings.get("text_config")
+        value = settings.get("eos_token_id")
+        if value is None and isinstance(text_settings, Mapping):
+            value = text_settings.get("eos_token_id")
         if value is not None:
             ids = _ids(value, f"eos_token_id of {folder / name}")
             break
