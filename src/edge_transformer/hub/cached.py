@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_transformer.errors import ModelNotFoundError
-from edge_transformer.hub.demo import cached_demo, demo_folder
+from edge_transformer.hub.demo import DEMO_NAME, cached_demo, demo_folder
 from edge_transformer.hub.huggingface import (
     HubName,
     cache_root,
@@ -18,7 +18,6 @@ from edge_transformer.hub.huggingface import (
     snapshot_files,
 )
 from edge_transformer.hub.progress import silent
-from edge_transformer.hub.resolve import DEMO_NAME
 from edge_transformer.hub.selection import gguf_groups
 from edge_transformer.hub.storage import exclusive
 

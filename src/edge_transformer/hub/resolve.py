@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from edge_transformer.errors import ModelNotFoundError
-from edge_transformer.hub.demo import cached_demo, pull_demo
+from edge_transformer.hub.demo import DEMO_NAME, cached_demo
 from edge_transformer.hub.huggingface import cache_root, cached_model, parse_hub_name, pull_model
 from edge_transformer.hub.progress import Progress, silent
-
-DEMO_NAME = "demo"
 
 
 def resolve(name: str | Path, *, offline: bool = False, progress: Progress | None = None) -> Path:
@@ -27,7 +25,7 @@ def resolve(name: str | Path, *, offline: bool = False, progress: Progress | Non
             raise ModelNotFoundError(
                 "the demo model is not on this machine; run `ete pull demo` while there is a network"
             )
-        return pull_demo(progress)
+        return _pull_demo(progress)
     if (local := _local(name)) is not None:
         return local
     hub_name = parse_hub_name(str(name)) if isinstance(name, str) else None
@@ -50,11 +48,17 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
     """
     progress = progress or silent
     if name == DEMO_NAME:
-        return pull_demo(progress)
+        return _pull_demo(progress)
     hub_name = parse_hub_name(name)
     if hub_name is None:
         raise _not_found(name)
     return pull_model(hub_name, progress)
+
+
+def _pull_demo(progress: Progress) -> Path:
+    from edge_transformer.hub.demo_pull import pull_demo
+
+    return pull_demo(progress)
 
 
 def _local(name: str | Path) -> Path | None:
