@@ -1,6 +1,7 @@
 """What a path is decides how it is opened."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,15 @@ def test_everything_else(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty.gguf").touch()
     with pytest.raises(FormatError, match=r"cannot be opened|neither a GGUF nor"):
         open_checkpoint(tmp_path / name)
+
+
+def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(FormatError, match="not a regular file"):
+        open_checkpoint(tmp_path / "model.gguf")
+    with pytest.raises(FormatError, match="not a regular file"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "x.safetensors").write_bytes(SAFETENSORS)
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(FormatError, match=r"config.json: is not a regular file"):
+        open_checkpoint(tmp_path / "x.safetensors")

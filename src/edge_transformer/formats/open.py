@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from edge_transformer.errors import FormatError
@@ -42,6 +43,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _first_bytes(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+            raise FormatError(path, "is not a regular file")
         with path.open("rb") as file:
             return file.read(4)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

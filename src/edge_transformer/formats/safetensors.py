@@ -11,17 +11,21 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeGuard
 
 from edge_transformer.errors import FormatError, UnsupportedModelError
 from edge_transformer.formats.checkpoint import TensorInfo
-from edge_transformer.formats.json_file import parse_json_object, read_json_object
+from edge_transformer.formats.json_file import read_bounded, read_settings
+from edge_transformer.formats.json_scan import JsonScanner
 from edge_transformer.formats.mapping import MappedModelFile
 from edge_transformer.formats.weight import FORMATS, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+# Far above what models have; they bound what a hostile file can cost.
+MAX_HEADER_BYTES = 32 << 20
+MAX_TENSORS = 65_536
 SMALL_HEADER_BYTES = 1 << 20  # up to here a header may be any part of its file, beyond it only a 16th
 MAX_DIMENSIONS = 8
 
@@ -125,31 +129,31 @@ def _parse_header(file: MappedModelFile) -> dict[str, TensorInfo]:
     limit = min(file.nbytes - 8, MAX_HEADER_BYTES, max(SMALL_HEADER_BYTES, file.nbytes // 16))
     if length > limit:
         raise FormatError(path, f"its header claims {length} bytes, of which a file of {file.nbytes} can have {limit}")
-    header = parse_json_object(path, file.view(8, length).tobytes(), "the header")
-    _check_string_map(path, header.pop("__metadata__", {}))
+    scanner = JsonScanner(path, file.view(8, length).tobytes(), "the header")
     data_start = 8 + length
-    tensors = {name: _read_entry(file, data_start, name, entry) for name, entry in header.items()}
+    tensors: dict[str, TensorInfo] = {}
+    for name in scanner.members():
+        if name == "__metadata__":
+            scanner.string_map()
+            continue
+        if len(tensors) == MAX_TENSORS:
+            raise FormatError(path, f"has more than the {MAX_TENSORS} tensors that are accepted in one file")
+        tensors[name] = _read_entry(file, data_start, name, scanner.flat_object())
+    scanner.end()
     _check_coverage(path, data_start, file.nbytes, tensors)
     return tensors
 
 
-def _check_string_map(path: Path, value: object) -> None:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise FormatError(path, "the header's __metadata__ is not a map of strings")
-
-
-def _read_entry(file: MappedModelFile, data_start: int, name: str, entry: object) -> TensorInfo:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise FormatError(
-            file.path, "its header entry does not have exactly dtype, shape and data_offsets", tensor=name
-        )
+def _read_entry(file: MappedModelFile, data_start: int, name: str, entry: dict[str, object]) -> TensorInfo:
+    if entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(file.path, "its header entry does not have exactly dtype, shape, data_offsets", tensor=name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _READ_DTYPES:
         reason = f"has dtype {str(dtype)[:40]}; F32, F16 and BF16 are read (convert the checkpoint to one of these)"
         raise FormatError(file.path, reason, tensor=name)
-    if not _is_list_of_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise FormatError(file.path, f"has the shape {str(shape)[:80]}, not up to {MAX_DIMENSIONS} sizes", tensor=name)
-    if not _is_list_of_sizes(offsets) or len(offsets) != 2:
+    if not _is_sizes(offsets) or len(offsets) != 2:
         raise FormatError(file.path, f"has data_offsets {str(offsets)[:80]}, not a begin and an end", tensor=name)
     begin, end = offsets
     if not begin <= end <= file.nbytes - data_start:
@@ -163,7 +167,7 @@ def _read_entry(file: MappedModelFile, data_start: int, name: str, entry: object
     return TensorInfo(name, tuple(shape), weight_format, file, data_start + begin, nbytes)
 
 
-def _is_list_of_sizes(value: object) -> bool:
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 
@@ -182,20 +186,23 @@ def _check_coverage(path: Path, data_start: int, data_end: int, tensors: dict[st
 
 def _read_index(path: Path) -> dict[str, set[str]]:
     """The index's weight_map turned around: file name -> its tensors."""
-    weight_map = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    scanner = JsonScanner(path, read_bounded(path, MAX_HEADER_BYTES), "the index")
+    weight_map: dict[str, str] = {}
+    for key in scanner.members():
+        if key == "weight_map":
+            weight_map = scanner.string_map()
+        elif key == "metadata":
+            scanner.flat_object()
+        else:
+            raise FormatError(path, f"has the unknown key {key[:200]!r} beside weight_map and metadata")
+    scanner.end()
+    if not weight_map:
         raise FormatError(path, "has no weight_map")
     by_file: dict[str, set[str]] = {}
     for name, file_name in weight_map.items():
         # A shard lies in the folder itself; where a symlink there leads (a hub cache has them) is the user's business.
-        if (
-            not isinstance(file_name, str)
-            or file_name != Path(file_name).name
-            or not file_name.endswith(".safetensors")
-        ):
-            raise FormatError(
-                path, f"is placed in {str(file_name)[:200]!r}, which is no file of this folder", tensor=name
-            )
+        if file_name != Path(file_name).name or not file_name.endswith(".safetensors") or "\0" in file_name:
+            raise FormatError(path, f"is placed in {file_name[:200]!r}, which is no file of this folder", tensor=name)
         by_file.setdefault(file_name, set()).add(name)
     for file_name in by_file:
         if not (path.parent / file_name).is_file():
@@ -208,7 +215,7 @@ def _read_config(folder: Path) -> dict[str, object]:
     path = folder / "config.json"
     if not path.exists():
         return {}
-    config = read_json_object(path)
+    config = read_settings(path)
     parts = {"": config, "text_config.": config.get("text_config")}
     for prefix, part in parts.items():
         if not isinstance(part, dict):
