@@ -5,7 +5,6 @@ Bounds on |difference of a logit| / max(1, max |logit|): oracle 2e-6, CPU 1e-5.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +23,7 @@ from tiny.write import write_gguf, write_hf
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny"
 BOUNDS = {"reference": 2e-6, "cpu": 1e-5}
-CPU_MISSING = importlib.util.find_spec("edge_transformer.cpu.backend") is None
-BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(CPU_MISSING, reason="no CPU backend"))]
+BACKENDS = list(BOUNDS)
 GGUF_MODELS = [name for name, model in MODELS.items() if model.gguf]
 
 
@@ -90,6 +88,25 @@ def test_gguf_logits_equal_transformers(folder: Path, name: str, backend: str) -
     errors = {schedule: truth.error(run(engine, truth.prompts, schedule)) for schedule in ("one_piece", "interleaved")}
     engine.close()
     assert max(errors.values()) <= BOUNDS[backend], errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+@pytest.mark.parametrize("name", ["llama_biases", "gemma3"])
+def test_half_precision_files_are_read_exactly(tmp_path: Path, name: str, dtype: str, backend: str) -> None:
+    """A file of 16-bit weights gives the logits of the same weights stored in 32 bits."""
+    weights = make_weights(MODELS[name])
+    if dtype == "F16":
+        same = {key: values.astype(np.float16).astype(np.float32) for key, values in weights.items()}
+    else:
+        same = {key: (values.view(np.uint32) & 0xFFFF0000).view(np.float32) for key, values in weights.items()}
+    prompts = golden(name).prompts
+    half = open_engine(write_hf(tmp_path / "half", MODELS[name].config, weights, dtype), backend)
+    full = open_engine(write_hf(tmp_path / "full", MODELS[name].config, same), "reference")
+    for ours, theirs in zip(run(half, prompts, "interleaved"), run(full, prompts, "interleaved"), strict=True):
+        assert np.abs(ours - theirs).max() <= BOUNDS[backend] * max(1.0, float(np.abs(theirs).max()))
+    half.close()
+    full.close()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("_long")])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.engine.core import Chunk, Engine
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.formats.open import open_checkpoint
@@ -27,17 +29,11 @@ ODD_CHUNKS = (1, 7, 13, 2, 5, 64, 3)
 
 
 def make_backend(name: str) -> Backend:
-    if name == "reference":
-        return ReferenceBackend()
-    from edge_transformer.cpu.backend import CpuBackend
-
-    return CpuBackend(2)
+    return ReferenceBackend() if name == "reference" else CpuBackend(2)
 
 
 def open_engine(path: Path, backend: str = "reference", config: ModelConfig | None = None) -> Engine:
     """An engine with an f32 KV cache; `config` replaces what the checkpoint says, to try what a mistake would do."""
-    from dataclasses import replace
-
     checkpoint = open_checkpoint(path)
     spec = read_model(checkpoint)
     if config is not None:

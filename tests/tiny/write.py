@@ -37,14 +37,27 @@ _GGUF_GEMMA_NAMES = {
 }
 
 
-def write_hf(folder: Path, config: Mapping[str, object], weights: Mapping[str, Array]) -> Path:
-    """config.json and model.safetensors."""
-    from safetensors.numpy import save_file
-
+def write_hf(folder: Path, config: Mapping[str, object], weights: Mapping[str, Array], dtype: str = "F32") -> Path:
+    """config.json and model.safetensors; `dtype` F32, F16 (rounded) or BF16 (cut off)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, values in weights.items():
+        stored = _stored(values, dtype)
+        header[name] = {"dtype": dtype, "shape": values.shape, "data_offsets": [len(data), len(data) + len(stored)]}
+        data += stored
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
     return folder
+
+
+def _stored(values: Array, dtype: str) -> bytes:
+    if dtype == "F16":
+        return values.astype(np.float16).tobytes()
+    if dtype == "BF16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return values.tobytes()
 
 
 def write_gguf(path: Path, model: TinyModel, weights: Mapping[str, Array]) -> Path:

@@ -175,10 +175,15 @@ def read_two_ropes(fields: FieldReader, head_dim: int, context_length: int) -> t
     full = _rope(full_section, full_theta, 1e6, head_dim, context_length)
     sliding = _rope(sliding_section, sliding_theta, 1e4, head_dim, context_length)
     if scaling is not None:
+        if "type" in scaling and "rope_type" not in scaling:
+            scaling.refuse("type", "transformers reads only the spelling rope_type in this family")
         scaled = _rope(scaling, full_theta, 1e6, head_dim, context_length)
         if full_section is not None and scaled != full:
             fields.refuse("rope_scaling", "it disagrees with rope_parameters.full_attention")
         full = scaled
+    for section in (full_section, sliding_section, scaling):
+        if section is not None:
+            section.only("truncate", True, reason="transformers does not read it in this family")
     return full, sliding
 
 
