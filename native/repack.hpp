@@ -5,10 +5,9 @@
 #include <string>
 
 #include "thread_pool.hpp"
+#include "weight_view.hpp"
 
 namespace ete {
-
-constexpr int kMaxPlanes = 4;
 
 // One matrix of `rows` rows of `blocks` blocks each, read from `source` (rows contiguous), written to planes.
 struct RepackJob {
