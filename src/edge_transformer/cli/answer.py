@@ -26,7 +26,7 @@ def write_answer(
 
     The text ends with a line end. An interrupted answer is returned as far as it came.
     """
-    with progress_bar() as progress:
+    with progress_bar(in_bytes=False) as progress:
         stream = llm.stream(
             prompt, config, raw=raw, prefill_progress=lambda done, total: progress("reading the prompt", done, total)
         )

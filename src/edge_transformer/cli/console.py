@@ -24,13 +24,13 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
+def progress_bar(*, in_bytes: bool = True) -> Iterator[Progress]:
     """A Progress that draws one bar on the error stream while the block runs, and leaves nothing behind.
 
     Draws only on a terminal, and only what takes longer than BAR_AFTER_SECONDS: shorter work ends before rich is
-    imported.
+    imported. in_bytes: what is done is counted in bytes, and shown.
     """
-    bar = _Bar(visible=sys.stderr.isatty())
+    bar = _Bar(sys.stderr.isatty(), in_bytes=in_bytes)
     try:
         yield bar.report
     finally:
@@ -40,20 +40,26 @@ def progress_bar() -> Iterator[Progress]:
 class _Bar:
     """One rich progress bar, made when the work has proved long."""
 
-    def __init__(self, visible: bool) -> None:
+    def __init__(self, visible: bool, *, in_bytes: bool) -> None:
         self._visible = visible
+        self._bytes = in_bytes
         self._started = time.monotonic()
         self._progress: Any = None
         self._task: Any = None
+        self._what = ""
 
     def report(self, what: str, done: int, total: int) -> None:
         if not self._visible or (self._progress is None and time.monotonic() - self._started < BAR_AFTER_SECONDS):
             return
         if self._progress is None:
             self._progress = _rich_progress()
-            self._task = self._progress.add_task(what, total=None)
+            self._task = self._progress.add_task(what, total=None, amount="")
             self._progress.start()
-        self._progress.update(self._task, description=what, completed=done, total=total or None)
+        if what != self._what:  # new work: the time left counts from here
+            self._progress.reset(self._task, total=None)
+            self._what = what
+        amount = f"{size(done)} of {size(total)}" if self._bytes and total else ""
+        self._progress.update(self._task, description=what, completed=done, total=total or None, amount=amount)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -70,6 +76,7 @@ def _rich_progress() -> Any:
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
+        TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

@@ -61,13 +61,18 @@ def exit_codes() -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise click.exceptions.Exit(INTERRUPTED) from error
     except BrokenPipeError as error:
-        # What is still buffered has no reader; without this the interpreter would complain about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         raise click.exceptions.Exit(BROKEN_PIPE) from error
     except OSError as error:  # a cache folder that cannot be written, a disk full under standard output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         click.echo(f"Error: {error}", err=True)
         raise click.exceptions.Exit(1) from error
+
+
+def _discard_output() -> None:
+    """Send what is still buffered nowhere: without this the interpreter would fail at exit to write it."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class LazyGroup(click.Group):
