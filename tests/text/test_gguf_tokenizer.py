@@ -33,6 +33,10 @@ def llama3_words() -> Any:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
+def changed(key: str, value: object) -> Callable[[dict[str, object]], dict[str, object]]:
+    return lambda metadata: {k: v for k, v in {**metadata, f"tokenizer.ggml.{key}": value}.items() if v is not None}
+
+
 TEXTS = st.text(
     st.sampled_from(list("abetho 0123456789'’\n\r\t.,_<|>éßИ中字한국नम\u0301\u200d😀👍🏽\x00\xa0\u3000\ufeff\uffff")),
     max_size=60,
@@ -52,8 +56,8 @@ def test_byte_level_ids(pre: str, text: str, special: list[str], seed: int) -> N
     parts = [*special, *text.partition("a")]
     random.Random(seed).shuffle(parts)
     joined = "".join(parts)
-    assert tokenizer.encode(joined) == backend.encode(joined, add_special_tokens=False).ids
-    assert tokenizer.decode(tokenizer.encode(joined)) == joined
+    assert tokenizer.encode(joined, add_bos=False) == backend.encode(joined, add_special_tokens=False).ids
+    assert tokenizer.decode(tokenizer.encode(joined, add_bos=False)) == joined
 
 
 @pytest.mark.parametrize("pre", sorted(BACKENDS))
@@ -74,6 +78,23 @@ def test_byte_level_settings() -> None:
     assert tokenizer.token_bytes(0) == b"<|endoftext|>"
     assert tokenizer.token_bytes(SIZE) == b""
     assert tokenizer.decode([SIZE, -1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("pre", "flag", "prefix"),
+    [
+        ("smollm", None, ()),
+        ("smollm", True, (1,)),
+        ("llama-bpe", None, (1,)),
+        ("llama-bpe", False, ()),
+        ("tekken", None, (1,)),
+    ],
+)
+def test_bos_where_the_file_says_so_and_where_it_does_not(pre: str, flag: bool | None, prefix: tuple[int, ...]) -> None:
+    metadata = byte_level_metadata(BACKENDS["smollm"][0], pre)
+    tokenizer = gguf_tokenizer(changed("add_bos_token", flag)(metadata))
+    assert tokenizer.prefix_ids == prefix
+    assert tokenizer.encode("") == list(prefix)
 
 
 def test_special_tokens_as_plain_text() -> None:
@@ -176,10 +197,6 @@ def test_sentencepiece_settings() -> None:
     assert tokenizer.decode([1, the, the]) == "<s> the the"
     assert tokenizer.decode([1, the, the], skip_special=True) == "the the"
     assert tokenizer.decode(tokenizer.encode("  the <b> x", add_bos=False)) == "  the <b>  x"
-
-
-def changed(key: str, value: object) -> Callable[[dict[str, object]], dict[str, object]]:
-    return lambda metadata: {k: v for k, v in {**metadata, f"tokenizer.ggml.{key}": value}.items() if v is not None}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,15 @@ from edge_transformer.text.metadata import read_flag, read_numbers, read_string,
 from edge_transformer.text.token_bytes import Spelling
 from edge_transformer.text.tokenizer import Encoder, Tokenizer, Vocabulary
 
+if TYPE_CHECKING:
+    from edge_transformer.text.pretokenizers import PreTokenizer
+
 _PREFIX = "tokenizer.ggml."
 _NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",
+    "sep_token": "seperator_token_id",  # spelled so in the specification
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
@@ -42,67 +46,79 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The vocabulary of a file. `special` and `user_defined` (text to id) are matched whole in raw text."""
+
+    texts: list[str]
+    ids: dict[str, int]
+    types: npt.NDArray[Any]
+    special: dict[str, int]
+    user_defined: dict[str, int]
+
+
 def gguf_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     """The tokenizer a GGUF file describes. Raises TextError when it is missing, of an unknown kind, or inconsistent."""
     model = read_string(metadata, _PREFIX + "model")
     if model is None:
         raise TextError("the GGUF file has no tokenizer (tokenizer.ggml.model is missing)")
-    if model not in ("gpt2", "llama"):
+    if model == "gpt2":
+        cut = _pre_tokenizer(metadata)
+        tokens = _read_tokens(metadata)
+        encoder: Encoder = _byte_level_encoder(metadata, cut, tokens)
+        spelling, strip_first_space, add_bos = Spelling.BYTE_LEVEL, False, cut.add_bos
+    elif model == "llama":
+        tokens = _read_tokens(metadata)
+        encoder = _sentencepiece_encoder(metadata, tokens)
+        spelling, strip_first_space, add_bos = Spelling.SENTENCE_PIECE, _adds_space_prefix(metadata), True
+    else:
         raise TextError(
             f"tokenizer.ggml.model is {model!r}, which is not supported "
             "(supported: 'gpt2', byte-level BPE, and 'llama', SentencePiece BPE)"
         )
-    tokens = read_strings(metadata, _PREFIX + "tokens")
-    types = read_numbers(metadata, _PREFIX + "token_type", len(tokens))
-    if types is None:
-        types = np.full(len(tokens), TokenType.NORMAL)
-    ids = dict(zip(tokens, range(len(tokens)), strict=True))
-    if len(ids) != len(tokens):
-        raise TextError("tokenizer.ggml.tokens holds the same token twice")
-    special = {tokens[i]: i for i in np.flatnonzero(types == TokenType.CONTROL).tolist()}
-    user_defined = {tokens[i]: i for i in np.flatnonzero(types == TokenType.USER_DEFINED).tolist()}
 
-    encoder: Encoder
-    if model == "gpt2":
-        encoder = _byte_level_encoder(metadata, ids, special, user_defined)
-        add_bos_default = False
-    else:
-        encoder = _sentencepiece_encoder(metadata, tokens, ids, types, special, user_defined)
-        add_bos_default = True
-
-    named_ids = {name: read_token_id(metadata, _PREFIX + key, len(tokens)) for name, key in _NAMED.items()}
-    bos = named_ids["bos_token"]
-    eos = named_ids["eos_token"]
-    add_bos = read_flag(metadata, _PREFIX + "add_bos_token", add_bos_default)
+    size = len(tokens.texts)
+    named_ids = {name: read_token_id(metadata, _PREFIX + key, size) for name, key in _NAMED.items()}
+    bos, eos = named_ids["bos_token"], named_ids["eos_token"]
+    add_bos = read_flag(metadata, _PREFIX + "add_bos_token", add_bos)
     if add_bos and bos is None:
         raise TextError("the model wants a BOS token before text, but tokenizer.ggml.bos_token_id is missing")
-    added = {i: text for text, i in (special | user_defined).items()}
 
     def token_text(token_id: int) -> str | None:
-        return tokens[token_id] if 0 <= token_id < len(tokens) else None
+        return tokens.texts[token_id] if 0 <= token_id < size else None
 
     return Tokenizer(
         encoder=encoder,
         vocabulary=Vocabulary(
-            size=len(tokens),
+            size=size,
             token_text=token_text,
-            token_id=ids.get,
-            spelling=Spelling.BYTE_LEVEL if model == "gpt2" else Spelling.SENTENCE_PIECE,
-            added=added,
-            special_ids=frozenset(special.values()),
+            token_id=tokens.ids.get,
+            spelling=spelling,
+            added={i: text for text, i in (tokens.special | tokens.user_defined).items()},
+            special_ids=frozenset(tokens.special.values()),
         ),
         prefix_ids=(bos,) if add_bos and bos is not None else (),
         bos_token_id=bos,
         eos_token_ids=() if eos is None else (eos,),
-        named_tokens={name: tokens[i] for name, i in named_ids.items() if i is not None},
-        strip_first_space=model == "llama" and _adds_space_prefix(metadata),
+        named_tokens={name: tokens.texts[i] for name, i in named_ids.items() if i is not None},
+        strip_first_space=strip_first_space,
     )
 
 
-def _byte_level_encoder(
-    metadata: Mapping[str, object], ids: dict[str, int], special: Mapping[str, int], user_defined: Mapping[str, int]
-) -> Encoder:
-    from edge_transformer.text.byte_level_bpe import ByteLevelEncoder
+def _read_tokens(metadata: Mapping[str, object]) -> _Tokens:
+    texts = read_strings(metadata, _PREFIX + "tokens")
+    types = read_numbers(metadata, _PREFIX + "token_type", len(texts))
+    if types is None:
+        types = np.full(len(texts), TokenType.NORMAL)
+    ids = dict(zip(texts, range(len(texts)), strict=True))
+    if len(ids) != len(texts):
+        raise TextError("tokenizer.ggml.tokens holds the same token twice")
+    special = {texts[i]: i for i in np.flatnonzero(types == TokenType.CONTROL).tolist()}
+    user_defined = {texts[i]: i for i in np.flatnonzero(types == TokenType.USER_DEFINED).tolist()}
+    return _Tokens(texts, ids, types, special, user_defined)
+
+
+def _pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
     from edge_transformer.text.pretokenizers import pre_tokenizer
 
     name = read_string(metadata, _PREFIX + "pre")
@@ -111,47 +127,45 @@ def _byte_level_encoder(
             "tokenizer.ggml.pre is missing, so it is not known how the model's text was cut into words: "
             "use a newer conversion of the model"
         )
-    cut = pre_tokenizer(name)
+    return pre_tokenizer(name)
+
+
+def _byte_level_encoder(metadata: Mapping[str, object], cut: PreTokenizer, tokens: _Tokens) -> Encoder:
+    from edge_transformer.text.byte_level_bpe import ByteLevelEncoder
+
     merges = read_strings(metadata, _PREFIX + "merges")
     return ByteLevelEncoder(
-        ids=ids,
+        ids=tokens.ids,
         ranks=dict(zip(merges, range(len(merges)), strict=True)),
         normalizer=cut.normalizer(),
         pre_tokenizer=cut.words(),
         ignore_merges=cut.ignore_merges,
-        special=special,
-        user_defined=user_defined,
+        special=tokens.special,
+        user_defined=tokens.user_defined,
     )
 
 
-def _sentencepiece_encoder(
-    metadata: Mapping[str, object],
-    tokens: list[str],
-    ids: Mapping[str, int],
-    types: npt.NDArray[Any],
-    special: Mapping[str, int],
-    user_defined: Mapping[str, int],
-) -> Encoder:
+def _sentencepiece_encoder(metadata: Mapping[str, object], tokens: _Tokens) -> Encoder:
     from edge_transformer.text.sentencepiece_bpe import SentencePieceEncoder
 
-    scores = read_numbers(metadata, _PREFIX + "scores", len(tokens))
+    scores = read_numbers(metadata, _PREFIX + "scores", len(tokens.texts))
     if scores is None:
         raise TextError("tokenizer.ggml.scores is missing, which a tokenizer of model 'llama' needs")
     if read_flag(metadata, _PREFIX + "remove_extra_whitespaces", False):
         raise TextError("tokenizer.ggml.remove_extra_whitespaces is true, which is not supported")
-    byte_names = [f"<0x{byte:02X}>" for byte in range(256)]
-    byte_ids = [ids[name] for name in byte_names if name in ids and types[ids[name]] == TokenType.BYTE]
+    named = [tokens.ids.get(f"<0x{byte:02X}>") for byte in range(256)]
+    byte_ids = [i for i in named if i is not None and tokens.types[i] == TokenType.BYTE]
     if len(byte_ids) != 256:
         raise TextError(f"the vocabulary has {len(byte_ids)} of the 256 byte tokens (<0x00> ...), all are needed")
-    pieces = dict(ids)
-    for i in np.flatnonzero(types != TokenType.NORMAL).tolist():
-        del pieces[tokens[i]]
+    pieces = dict(tokens.ids)
+    for i in np.flatnonzero(tokens.types != TokenType.NORMAL).tolist():
+        del pieces[tokens.texts[i]]
     return SentencePieceEncoder(
         pieces=pieces,
         scores=scores.tolist(),
         byte_ids=byte_ids,
-        special=special,
-        user_defined=user_defined,
+        special=tokens.special,
+        user_defined=tokens.user_defined,
         add_space_prefix=_adds_space_prefix(metadata),
     )
 

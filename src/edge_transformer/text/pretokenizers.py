@@ -32,12 +32,14 @@ class PreTokenizer:
     """`pattern`: words are its matches; None: GPT-2's own pattern, after single digits when `digits`.
 
     `nfc`: text is normalized to NFC first. `ignore_merges`: a word that is in the vocabulary is taken whole.
+    `add_bos`: whether a BOS comes first where the file does not say.
     """
 
     pattern: str | None = None
     digits: bool = False
     nfc: bool = False
     ignore_merges: bool = False
+    add_bos: bool = False
 
     def normalizer(self) -> normalizers.Normalizer | None:
         """What text goes through before it is cut."""
@@ -54,7 +56,7 @@ class PreTokenizer:
         return byte_level
 
 
-_LLAMA3_WORDS = PreTokenizer(_LLAMA3, ignore_merges=True)
+_LLAMA3_WORDS = PreTokenizer(_LLAMA3, ignore_merges=True, add_bos=True)
 _SINGLE_DIGITS = PreTokenizer(digits=True)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -67,7 +69,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama3": _LLAMA3_WORDS,
     "llama-v3": _LLAMA3_WORDS,
     "llama-bpe": _LLAMA3_WORDS,
-    "tekken": PreTokenizer(_TEKKEN, ignore_merges=True),
+    "tekken": PreTokenizer(_TEKKEN, ignore_merges=True, add_bos=True),
     "gpt-4o": PreTokenizer(_GPT4O, ignore_merges=True),
     "qwen2": PreTokenizer(_QWEN2, nfc=True),
     "qwen35": PreTokenizer(_QWEN35, nfc=True),

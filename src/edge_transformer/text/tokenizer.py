@@ -9,7 +9,7 @@ streamed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,9 +29,9 @@ class Encoder(Protocol):
 class Vocabulary:
     """What is known of the tokens themselves.
 
-    `token_text(id)` gives the vocabulary entry or None where there is none; `added` the content of tokens matched as
-    a whole (special ones and user-defined ones), which stand for their own text; `special_ids` those hidden by
-    `skip_special`.
+    `token_text(id)` gives the vocabulary entry or None where there is none; `added` the text of tokens that are
+    matched as a whole (special and user-defined ones), which are not spelled byte-level; `special_ids` those that
+    `skip_special` hides.
     """
 
     size: int
@@ -88,10 +88,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes the token stands for; empty for ids without a token (padding rows of the model's vocabulary)."""
-        if (content := self.vocabulary.added.get(token_id)) is not None:
+        vocabulary = self.vocabulary
+        if vocabulary.spelling is Spelling.BYTE_LEVEL and (content := vocabulary.added.get(token_id)) is not None:
             return content.encode()
-        text = self.vocabulary.token_text(token_id)
-        return b"" if text is None else token_to_bytes(text, self.vocabulary.spelling)
+        text = vocabulary.token_text(token_id)
+        return b"" if text is None else token_to_bytes(text, vocabulary.spelling)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of `ids`; incomplete or invalid UTF-8 becomes U+FFFD. `skip_special` leaves special tokens out."""
@@ -111,8 +112,3 @@ def valid_unicode(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
-
-
-def special_ids_of(ids: Sequence[int | None]) -> tuple[int, ...]:
-    """The ids that are there, each once, in order."""
-    return tuple(dict.fromkeys(i for i in ids if i is not None))
