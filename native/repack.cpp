@@ -6,6 +6,10 @@
 #include <algorithm>
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace ete {
 
 namespace {
@@ -13,17 +17,41 @@ namespace {
 // Source bytes after which pages are given back: small enough to keep memory flat, large enough to make calls rare.
 constexpr int64_t kReleaseBytes = 2 << 20;
 
-// Bit `bit` of each of 8 bytes, gathered into one byte: the product moves bit 0 of byte i to bit 56 + i, without
-// carries.
-inline uint8_t gather_bits(const uint8_t* bytes, int bit) {
-  uint64_t word;
-  std::memcpy(&word, bytes, 8);
-  return uint8_t((((word >> bit) & 0x0101010101010101ull) * 0x0102040810204080ull) >> 56);
-}
+#if defined(__SSE2__)
+
+inline __m128i load_16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+inline void store_16(uint8_t* p, __m128i v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v); }
 
 // The high-bit word of 32 columns: bit i is bit `bit` of bytes[i].
 inline void bit_plane(const uint8_t* bytes, int bit, uint8_t* out) {
-  for (int i = 0; i < 4; ++i) out[i] = gather_bits(bytes + 8 * i, bit);
+  // The shift moves the bit to the top of its byte, where the mask of the vector takes it from.
+  const uint32_t low = uint32_t(_mm_movemask_epi8(_mm_slli_epi16(load_16(bytes), 7 - bit)));
+  const uint32_t high = uint32_t(_mm_movemask_epi8(_mm_slli_epi16(load_16(bytes + 16), 7 - bit)));
+  const uint32_t word = low | high << 16;
+  std::memcpy(out, &word, 4);
+}
+
+// 32 bytes holding 32 columns in their low nibbles and 32 other columns in their high nibbles -> two groups of 16
+// bytes, byte j of a group holding its columns j (low) and j + 16 (high).
+inline void split_nibbles(const uint8_t* bytes, uint8_t* low_group, uint8_t* high_group) {
+  const __m128i first = load_16(bytes), second = load_16(bytes + 16);
+  const __m128i low_half = _mm_set1_epi8(0x0f), high_half = _mm_set1_epi8(int8_t(0xf0));
+  store_16(low_group,
+           _mm_or_si128(_mm_and_si128(first, low_half), _mm_and_si128(_mm_slli_epi16(second, 4), high_half)));
+  store_16(high_group,
+           _mm_or_si128(_mm_and_si128(_mm_srli_epi16(first, 4), low_half), _mm_and_si128(second, high_half)));
+}
+
+#else
+
+// The high-bit word of 32 columns: bit i is bit `bit` of bytes[i].
+inline void bit_plane(const uint8_t* bytes, int bit, uint8_t* out) {
+  for (int i = 0; i < 4; ++i) {
+    // The product moves bit 0 of byte i to bit 56 + i, without carries.
+    uint64_t word;
+    std::memcpy(&word, bytes + 8 * i, 8);
+    out[i] = uint8_t((((word >> bit) & 0x0101010101010101ull) * 0x0102040810204080ull) >> 56);
+  }
 }
 
 // 32 bytes holding 32 columns in their low nibbles and 32 other columns in their high nibbles -> two groups of 16
@@ -34,6 +62,8 @@ inline void split_nibbles(const uint8_t* bytes, uint8_t* low_group, uint8_t* hig
     high_group[j] = uint8_t((bytes[j] >> 4) | (bytes[j + 16] & 0xf0));
   }
 }
+
+#endif
 
 // Each struct repacks one block: `in` is the block, `out` the planes at this block's place, moved on by `advance`.
 struct Q8_0 {
