@@ -52,8 +52,9 @@ def command(
 ) -> None:
     """Answer PROMPT with MODEL (a folder, a .gguf file, a hub id, or `demo`).
 
-    PROMPT is read from standard input when it is left out or `-`; one line end at its very end is dropped. The answer
-    goes to standard output, statistics to standard error. Ctrl-C ends the answer where it is (exit code 130).
+    PROMPT is read from standard input when it is left out or `-`; one line end at its very end is dropped. A
+    PROMPT that begins with a dash comes last, after `--`. The answer goes to standard output, statistics to standard
+    error. Ctrl-C ends the answer where it is (exit code 130).
     """
     if raw and system is not None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out.")
