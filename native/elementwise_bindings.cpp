@@ -1,6 +1,9 @@
 // Binds the ops on rows alone. Shapes are checked by cpu/backend.py.
 #include <nanobind/nanobind.h>
 
+#include <stdexcept>
+#include <string>
+
 #include "bindings.hpp"
 #include "elementwise.hpp"
 #include "isa.hpp"
@@ -38,7 +41,13 @@ class ElementwiseOps {
     ete::add_norm(pool_, kernels_, args, rows);
   }
 
-  void select_rows(Address x, int64_t cols, Address rows, int64_t count, Address out) const {
+  void select_rows(Address x, int64_t x_rows, int64_t cols, Address rows, int64_t count, Address out) const {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = at<const int32_t>(rows)[i];
+      if (row < 0 || row >= x_rows) {
+        throw std::invalid_argument("row " + std::to_string(row) + " was asked; there are " + std::to_string(x_rows));
+      }
+    }
     const nb::gil_scoped_release release;
     ete::select_rows(pool_, at<const float>(x), cols, at<const int32_t>(rows), count, at<float>(out));
   }
@@ -60,8 +69,8 @@ void bind_elementwise(nb::module_& m) {
       .def(nb::init<ThreadPool&, int>(), nb::arg("pool"), nb::arg("isa"), nb::keep_alive<1, 2>())
       .def("add_norm", &ElementwiseOps::add_norm, nb::arg("residual"), nb::arg("delta"), nb::arg("delta_norm"),
            nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("rows"), nb::arg("cols"))
-      .def("select_rows", &ElementwiseOps::select_rows, nb::arg("x"), nb::arg("cols"), nb::arg("rows"),
-           nb::arg("count"), nb::arg("out"))
+      .def("select_rows", &ElementwiseOps::select_rows, nb::arg("x"), nb::arg("x_rows"), nb::arg("cols"),
+           nb::arg("rows"), nb::arg("count"), nb::arg("out"))
       .def("apply", &ElementwiseOps::apply, nb::arg("function"), nb::arg("x"), nb::arg("count"), nb::arg("out"),
            "out[i] = function(x[i]): 0 exp, 1 tanh, 2 silu, 3 gelu_tanh. For tests of the vector functions.");
 }

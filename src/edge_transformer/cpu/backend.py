@@ -134,11 +134,11 @@ class CpuBackend:
         self._linear.lm_head(weight, x, rows, softcap, out)
 
     def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
-        (cols,) = x.shape[1:]
+        x_rows, cols = x.shape
         _check(out, count, cols)
         if count > rows.shape[0]:
             raise ValueError(f"{count} rows were asked for; {rows.shape[0]} are named")
-        self._elementwise.select_rows(x.address, cols, rows.address, count, out.address)
+        self._elementwise.select_rows(x.address, x_rows, cols, rows.address, count, out.address)
 
     def close(self) -> None:
         """Drop all references to weights and batches. The threads end with the last reference to `pool`."""

@@ -1,0 +1,72 @@
+"""The contract of every op as data: how close a result must be to fp64, and what the op moves and computes.
+
+A result x is right when |x - x64| <= eps * magnitude, where x64 is the same op in fp64 on the same inputs (weights at
+their dequantized values, keys and values as stored in their tiles), and the op's magnitude, element by element, is what
+rounding errors are proportional to. The tests of every backend take their tolerance from here and never loosen it.
+
+Shapes and dtypes of the tensors are in ops.backend, op by op. Scratch is stated by each executor as a function of rows
+and columns (cpu: linear_workspace, attention_workspace) and reserved by Backend.reserve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_transformer.formats.weight import FORMATS, WeightLayout
+from edge_transformer.ops.backend import AttentionShape
+from edge_transformer.ops.tensor import ITEM_BYTES, DType
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """`eps` times the magnitude bounds the error; 0: the result is exact."""
+
+    eps: float
+    magnitude: str
+
+
+_PRODUCT = "sum over columns of |x| |w|, plus |bias|, plus |residual| where one is added to"
+
+CONTRACTS: dict[str, Contract] = {
+    "gather_rows": Contract(1.2e-7, "|result|: one rounding, of scale * value"),
+    "add_norm": Contract(1e-6, "|residual| before + |delta| (normalised) for residual; that, normalised, for out"),
+    "linear_group": Contract(1e-6, _PRODUCT),
+    "linear_add": Contract(1e-6, _PRODUCT),
+    "qk_norm_rope_append": Contract(
+        1e-6, "|a| + |b| of the rotated pair, after the norm; then one rounding to kv_dtype"
+    ),
+    # A score's error is relative to the terms of its dot product and enters the weights through exp.
+    "attention": Contract(1e-6, "(1 + largest scale * sum |q| |k| in sight) * largest |v| of the column in sight"),
+    "gated_mlp": Contract(2e-6, "(sum |x| |gate| + 1) * (sum |x| |up| + 1), biases included in the sums"),
+    "lm_head": Contract(1e-6, _PRODUCT),
+    "select_rows": Contract(0.0, "copies"),
+}
+
+
+def weight_bytes(layout: WeightLayout) -> int:
+    """Bytes of a weight's planes without padding: what one reading of it moves."""
+    spec = FORMATS[layout.format]
+    per_row = sum(layout.cols // plane.block_cols * plane.block_bytes for plane in spec.planes)
+    return layout.rows * per_row
+
+
+def add_norm_bytes(rows: int, cols: int, has_delta: bool) -> int:
+    """Bytes of residual (read, and written when there is a delta), delta and out."""
+    return rows * cols * ITEM_BYTES[DType.F32] * (4 if has_delta else 2)
+
+
+def visible_positions(shape: AttentionShape, position: int) -> int:
+    """How many keys a row at `position` sees."""
+    return position + 1 if shape.window is None else min(position + 1, shape.window)
+
+
+def attention_decode_bytes(shape: AttentionShape, position: int) -> int:
+    """Bytes of keys and values that one decode row reads; every row reads its own."""
+    visible = visible_positions(shape, position)
+    return 2 * shape.kv_heads * visible * shape.head_dim * ITEM_BYTES[shape.kv_dtype]
+
+
+def attention_flops(shape: AttentionShape, position: int, rows: int = 1) -> int:
+    """Floating-point operations (a multiply-add is two) of `rows` consecutive rows from `position` on, without exp."""
+    visible = sum(visible_positions(shape, row) for row in range(position, position + rows))
+    return 4 * shape.heads * shape.head_dim * visible
