@@ -219,6 +219,12 @@ def test_nothing_is_compiled_before_the_first_rendering(monkeypatch: pytest.Monk
     template.render(TURNS)
     template.render(TURNS)
     assert compiled == ["x"]
+    ready = ChatTemplate({"default": "y", "tool_use": "z"}, {})
+    ready.prepare()
+    assert compiled == ["x", "y"]
+    assert ready.render(TURNS) == "y"
+    assert compiled == ["x", "y"]
+    ChatTemplate({"default": "{% if"}, {}).prepare()
 
 
 def test_without_a_template_raw_text_is_offered() -> None:

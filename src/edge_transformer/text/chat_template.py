@@ -7,6 +7,7 @@ sees plain data only, and its size and the size of what it writes are bounded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from edge_transformer.errors import TextError
@@ -69,6 +70,11 @@ class ChatTemplate:
         from edge_transformer.text.jinja_sandbox import render_bounded
 
         return render_bounded(self._template(name), chosen, MAX_OUTPUT_CHARS)
+
+    def prepare(self) -> None:
+        """Compile the usual template now, so that the first rendering does not wait; a fault is left for that to report."""
+        with suppress(TextError):
+            self._template(self._choose(with_tools=False))
 
     def _choose(self, with_tools: bool) -> str:
         """With tools "tool_use" where there is one, else "default"; a single template whatever its name."""

@@ -23,19 +23,22 @@ class ModelText(NamedTuple):
 
 
 def load_text(checkpoint: Checkpoint) -> ModelText:
-    """Tokenizer, chat template and end tokens of a model: from a GGUF file's metadata, else from the files of its
-    folder.
+    """Tokenizer, chat template and end tokens: from a GGUF file's metadata, else from the files of the model's folder.
 
     Raises TextError when they are missing, corrupt or of an unknown kind. Takes no lock and keeps no global state: it
-    may run in a thread of its own while weights are read.
+    may run in a thread of its own while weights are read, and does there what the first chat would wait for.
     """
     if checkpoint.container == "gguf":
         tokenizer = gguf_tokenizer(checkpoint.metadata)
         template = gguf_chat_template(checkpoint.metadata, tokenizer.named_tokens)
-        return ModelText(tokenizer, template, gguf_end_token_ids(checkpoint.metadata, tokenizer))
-    from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
+        end_token_ids = gguf_end_token_ids(checkpoint.metadata, tokenizer)
+    else:
+        from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
 
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    tokenizer = huggingface_tokenizer(folder)
-    template = huggingface_chat_template(folder, tokenizer.named_tokens)
-    return ModelText(tokenizer, template, huggingface_end_token_ids(folder, tokenizer))
+        folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+        tokenizer = huggingface_tokenizer(folder)
+        template = huggingface_chat_template(folder, tokenizer.named_tokens)
+        end_token_ids = huggingface_end_token_ids(folder, tokenizer)
+    if template is not None:
+        template.prepare()
+    return ModelText(tokenizer, template, end_token_ids)
