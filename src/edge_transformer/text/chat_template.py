@@ -72,7 +72,7 @@ class ChatTemplate:
         return render_bounded(self._template(name), chosen, MAX_OUTPUT_CHARS)
 
     def prepare(self) -> None:
-        """Compile the usual template now, so that the first rendering does not wait; a fault is left for that to report."""
+        """Compile the usual template now; a fault in it is left for the first rendering to report."""
         with suppress(TextError):
             self._template(self._choose(with_tools=False))
 
