@@ -90,6 +90,27 @@ def test_gguf_logits_equal_transformers(folder: Path, name: str, backend: str) -
     assert max(errors.values()) <= BOUNDS[backend], errors
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_batch_mates_and_threads_change_no_bit(folder: Path, name: str) -> None:
+    """Which kernel a row takes depends on its kind only, so all prompt rows are equal bit for bit on the CPU."""
+    prompts = golden(name).prompts
+    engine = open_engine(hf_path(folder, name), "cpu", threads=1)
+    whole = run(engine, prompts, "one_piece")
+    chunks = run(engine, prompts, "odd_chunks")
+    mates = run(engine, prompts, "interleaved")
+    alone = run(engine, prompts[:1], "token_by_token")
+    engine.close()
+    engine = open_engine(hf_path(folder, name), "cpu", threads=3)
+    threads = run(engine, prompts, "one_piece")
+    tokens = run(engine, prompts, "token_by_token")
+    engine.close()
+    for index in range(2):
+        np.testing.assert_array_equal(chunks[index], whole[index])
+        np.testing.assert_array_equal(threads[index], whole[index])
+    np.testing.assert_array_equal(mates[0], whole[0])
+    np.testing.assert_array_equal(tokens[0], alone[0])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
 @pytest.mark.parametrize("name", ["llama_biases", "gemma3"])

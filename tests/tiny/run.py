@@ -28,18 +28,18 @@ ONE_TOKEN_AT_MOST = 72  # so many tokens one by one, the ones before them as a p
 ODD_CHUNKS = (1, 7, 13, 2, 5, 64, 3)
 
 
-def make_backend(name: str) -> Backend:
-    return ReferenceBackend() if name == "reference" else CpuBackend(2)
+def make_backend(name: str, threads: int = 2) -> Backend:
+    return ReferenceBackend() if name == "reference" else CpuBackend(threads)
 
 
-def open_engine(path: Path, backend: str = "reference", config: ModelConfig | None = None) -> Engine:
+def open_engine(path: Path, backend: str = "reference", config: ModelConfig | None = None, threads: int = 2) -> Engine:
     """An engine with an f32 KV cache; `config` replaces what the checkpoint says, to try what a mistake would do."""
     checkpoint = open_checkpoint(path)
     spec = read_model(checkpoint)
     if config is not None:
         spec = replace(spec, config=config)
     weights = HostWeights(checkpoint, spec, None)
-    return Engine(checkpoint, spec, make_backend(backend), weights, DType.F32, max_rows=1024)
+    return Engine(checkpoint, spec, make_backend(backend, threads), weights, DType.F32, max_rows=1024)
 
 
 def one_piece(lengths: list[int]) -> Iterator[Pass]:
