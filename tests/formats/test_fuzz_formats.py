@@ -23,7 +23,7 @@ def test_samples_are_valid(folder: Path, sample: int) -> None:
     assert format_fuzzing.check_model(folder, name)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=800)
 @given(seed=st.integers(0, 1 << 40))
 def test_injured_files(folder: Path, seed: int) -> None:
     format_fuzzing.fuzz_once(seed, folder, SAMPLES)

@@ -226,3 +226,10 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiples of 32"):
         packed_layout(WeightFormat.Q4_0, 2, 33)
     checkpoint.close()
+
+
+def test_spreading_high_bits_by_a_multiplication() -> None:
+    """docs/weight-layout.md: (x * 0x02040810) & 0x10101010 moves bits 0..3 to bits 4, 12, 20, 28."""
+    for x in range(16):
+        spread = (x * 0x02040810) & 0x10101010
+        assert spread == sum((x >> i & 1) << (4 + 8 * i) for i in range(4))
