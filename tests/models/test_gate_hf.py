@@ -17,6 +17,7 @@ from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.models.config import ModelConfig, ModelSpec, Rope
 from edge_transformer.models.hf_config import IGNORED
 from edge_transformer.models.read import HF_FAMILIES, read_model
+from edge_transformer.models.rope import inverse_frequencies
 from tiny.memory import checkpoint
 from tiny.models import MISSING, MODELS, with_fields
 from tiny.weights import make_weights, tensor_shapes
@@ -189,9 +190,39 @@ def test_no_unknown_field_passes(model_type: str, name: str, value: object) -> N
 
 
 @pytest.mark.parametrize("model_type", ALL)
-@pytest.mark.parametrize("name", [name for name in IGNORED if name not in ("architectures", "model_type")])
-def test_fields_without_effect_change_nothing(model_type: str, name: str) -> None:
-    assert read(base(model_type) | {name: "anything"}).config == read(base(model_type)).config
+def test_fields_without_effect_change_nothing(model_type: str) -> None:
+    names = [name for name in IGNORED if name not in ("architectures", "model_type")]
+    assert read(base(model_type) | dict.fromkeys(names, "anything")).config == read(base(model_type)).config
+
+
+NASTY = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([0, 1, -1, 2**31 - 1, 2**31, 10**30, 10**400, "", "yarn", [], {}, [1], {"a": 1}]),
+    st.floats(),
+    st.lists(st.integers() | st.text(max_size=3), max_size=3),
+    st.dictionaries(st.sampled_from(sorted(LLAMA3 | YARN)), st.integers() | st.floats() | st.text(max_size=3)),
+)
+FIELDS = sorted(
+    {field for _, changes, _, _ in REFUSED for field in changes}
+    | {name for model in MODELS.values() for name in model.config}
+)
+
+
+@pytest.mark.parametrize("model_type", ALL)
+@given(changes=st.dictionaries(st.sampled_from(FIELDS), NASTY, min_size=1, max_size=3))
+def test_any_value_is_understood_or_refused(model_type: str, changes: dict[str, object]) -> None:
+    """No value of a known field ends in another error, or in frequencies that are no numbers."""
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(base(model_type)).items()}
+    try:
+        config = read_model(checkpoint("safetensors", base(model_type) | changes, arrays)).config
+    except UnsupportedModelError:
+        return
+    for rope in config.ropes:
+        frequencies = inverse_frequencies(rope)
+        assert np.isfinite(frequencies).all()
+        assert (frequencies >= 0).all()
 
 
 ACCEPTED: list[tuple[str, Changes, dict[str, object]]] = [

@@ -6,13 +6,16 @@ pass, and calls `finish`, which refuses the first field that nobody has explaine
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
 
 from edge_transformer.errors import UnsupportedModelError
+
+MAX_INTEGER = 2**31 - 1
+MAX_LAYERS = 4096
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30  # so that float32 arithmetic with it stays finite and normal
 
 _SHOWN_VALUE_CHARACTERS = 120
 
@@ -59,10 +62,12 @@ class FieldReader:
             raise UnsupportedModelError(f"{self._where}: field {full!r} is missing: {reason}")
         raise UnsupportedModelError(f"{self._where}: field {full!r} = {_shown(self._raw[name])}: {reason}")
 
-    def integer(self, name: str, default: int | _Required = REQUIRED, *, minimum: int = 1) -> int:
+    def integer(
+        self, name: str, default: int | _Required = REQUIRED, *, minimum: int = 1, maximum: int = MAX_INTEGER
+    ) -> int:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            self.refuse(name, f"an integer >= {minimum} is expected")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            self.refuse(name, f"an integer from {minimum} to {maximum} is expected")
         return value
 
     def optional_integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int | None:
@@ -73,9 +78,18 @@ class FieldReader:
     def number(self, name: str, default: float | _Required = REQUIRED) -> float:
         """A finite number > 0."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            self.refuse(name, "a finite number > 0 is expected")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.refuse(name, "a number is expected")
+        if not SMALLEST_NUMBER <= value <= LARGEST_NUMBER:
+            self.refuse(name, f"a number > 0, from {SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g}, is expected")
         return float(value)
+
+    def rope_base(self, name: str) -> float | None:
+        """The base of rope frequencies, a number > 1, or None when absent or null."""
+        value = self.optional_number(name)
+        if value is not None and value <= 1:
+            self.refuse(name, "a number > 1 is expected")
+        return value
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
         if self._get(name, default) is None:
@@ -113,8 +127,10 @@ class FieldReader:
         if items is None:
             return self.integer(name, default)
         first = items[0] if items else None
-        if not isinstance(first, int) or isinstance(first, bool) or first < 1 or any(item != first for item in items):
-            self.refuse(name, "an integer >= 1, the same in all layers, is expected")
+        if any(item != first for item in items):
+            self.refuse(name, "an integer that is the same in all layers is expected")
+        if not isinstance(first, int) or isinstance(first, bool) or not 1 <= first <= MAX_INTEGER:
+            self.refuse(name, f"integers from 1 to {MAX_INTEGER} are expected")
         return first
 
     def token_ids(self, name: str) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ def _read_gguf(fields: GgufFields) -> ModelConfig:
     base = read_gguf_common(fields, "gemma3", layers_of_27b=_LAYERS_OF_27B)
     window = model.optional_integer("attention.sliding_window")
     sliding = gguf_config.read_sliding_layers(fields, base.num_layers, _PERIOD)
-    local = Rope("default", model.number("rope.freq_base_swa", _LOCAL_THETA), base.head_dim)
+    local = Rope("default", model.rope_base("rope.freq_base_swa") or _LOCAL_THETA, base.head_dim)
     windows = tuple(window if flag else None for flag in sliding)
     return replace(
         base,

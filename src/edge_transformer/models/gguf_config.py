@@ -12,7 +12,7 @@ from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.weight import WeightFormat
 from edge_transformer.models.config import LayerKind, ModelConfig, Rope
-from edge_transformer.models.gate import FieldReader
+from edge_transformer.models.gate import MAX_LAYERS, FieldReader
 from edge_transformer.models.names import GGUF_NAMES, ROPE_FREQS
 from edge_transformer.models.rope import yarn_attention_factor
 from edge_transformer.ops.tensor import array_at
@@ -59,7 +59,7 @@ def read_base(fields: GgufFields, family: str, activation: str = "silu") -> Mode
     model.only("attention.causal", True)
     model.only("pooling_type", 0, reason="embedding and ranking models are not supported")
     hidden_size = model.integer("embedding_length")
-    num_layers = model.integer("block_count")
+    num_layers = model.integer("block_count", maximum=MAX_LAYERS)
     num_heads = model.uniform_integer("attention.head_count")
     kv_heads = model.uniform_integer("attention.head_count_kv", num_heads)
     if num_heads % kv_heads:
@@ -130,7 +130,7 @@ def _vocab_size(fields: GgufFields) -> int:
 
 def _read_rope(fields: GgufFields, head_dim: int) -> Rope:
     model = fields.model
-    theta = model.number("rope.freq_base", DEFAULT_ROPE_THETA)
+    theta = model.rope_base("rope.freq_base") or DEFAULT_ROPE_THETA
     rotary_dim = model.integer("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         model.refuse("rope.dimension_count", f"rotating part of a head (of {head_dim}) is not supported in this family")

@@ -6,7 +6,7 @@ Defaults are those of transformers' configuration classes, which apply when a fi
 from __future__ import annotations
 
 from edge_transformer.models.config import LayerKind, ModelConfig, Rope
-from edge_transformer.models.gate import FieldReader, agree
+from edge_transformer.models.gate import MAX_LAYERS, FieldReader, agree
 from edge_transformer.models.rope import yarn_attention_factor
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -103,7 +103,7 @@ def read_base(
     _refuse_variants(fields)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     kv_heads = fields.optional_integer("num_key_value_heads", num_kv_heads) or num_heads
     if num_heads % kv_heads:
         fields.refuse("num_key_value_heads", f"it must divide num_attention_heads = {num_heads}")
@@ -154,7 +154,7 @@ def read_layer_types(fields: FieldReader, num_layers: int, default: list[str]) -
 
 def read_rope(fields: FieldReader, head_dim: int, context_length: int) -> Rope:
     """The one rope of a model, from `rope_parameters` or from `rope_theta` and `rope_scaling`; both must agree."""
-    theta = fields.optional_number("rope_theta")
+    theta = fields.rope_base("rope_theta")
     _refuse_partial(fields)
     sections = [fields.section("rope_parameters"), fields.section("rope_scaling")]
     ropes = [_rope(section, theta, 10000.0, head_dim, context_length) for section in sections if section is not None]
@@ -165,8 +165,8 @@ def read_rope(fields: FieldReader, head_dim: int, context_length: int) -> Rope:
 
 def read_two_ropes(fields: FieldReader, head_dim: int, context_length: int) -> tuple[Rope, Rope]:
     """Gemma 3's ropes of full and of sliding layers. Older files scale only the full ones, through `rope_scaling`."""
-    full_theta = fields.optional_number("rope_theta")
-    sliding_theta = fields.optional_number("rope_local_base_freq")
+    full_theta = fields.rope_base("rope_theta")
+    sliding_theta = fields.rope_base("rope_local_base_freq")
     _refuse_partial(fields)
     both = fields.section("rope_parameters")
     scaling = fields.section("rope_scaling")
@@ -193,7 +193,7 @@ def _rope(
     """One rope from its section; `outer_theta` is the base given outside the section."""
     if section is None:
         return Rope("default", outer_theta or default_theta, head_dim)
-    theta = section.optional_number("rope_theta")
+    theta = section.rope_base("rope_theta")
     theta = agree(section, "rope_theta", theta, "the base outside this section", outer_theta) or default_theta
     _refuse_partial(section)
     kind = section.optional_string("rope_type")
