@@ -21,7 +21,7 @@ from sample_files import (
     text_value,
 )
 
-from edge_transformer.errors import FileChangedError, FormatError
+from edge_transformer.errors import FileChangedError, FormatError, UnsupportedModelError
 from edge_transformer.formats.gguf import GgufCheckpoint, open_gguf
 from edge_transformer.formats.gguf_types import StringArray
 from edge_transformer.formats.repack import read_vector
@@ -351,3 +351,8 @@ def test_split_parts_that_do_not_fit_together(tmp_path: Path) -> None:
     numbered = tmp_path / "m-00004-of-00003.gguf"
     numbered.write_bytes(content[0])
     refused("named as part 4 of 3", numbered)
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"LoRA.*merge"):
+        open_bytes(tmp_path, gguf_bytes([("general.type", text_value("adapter"))], [F32]))

@@ -223,8 +223,9 @@ def test_adapters_and_pickles_are_refused_with_what_to_do(tmp_path: Path) -> Non
     refuse(tmp_path, "pickled weights .*convert them to safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
     write(tmp_path, "adapter_model.safetensors", safetensors_bytes(PAIR, bytes(14)))
-    with pytest.raises(UnsupportedModelError, match=r"LoRA.*merge"):
-        open_safetensors(tmp_path)
+    for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        with pytest.raises(UnsupportedModelError, match=r"LoRA.*merge"):
+            open_safetensors(path)
 
 
 def test_folders_without_the_expected_names(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Every weight format: file blocks -> planes -> float32 equals the gguf package's own dequantization, bit for bit."""
 
 import json
+import os
 from pathlib import Path
 
 import gguf
@@ -9,6 +10,7 @@ import pytest
 from sample_files import GGUF_TYPES, GgufTensor, gguf_bytes, random_blocks
 
 from edge_transformer._native import ThreadPool
+from edge_transformer.errors import FileChangedError
 from edge_transformer.formats.dequantize import dequantize
 from edge_transformer.formats.gguf import open_gguf
 from edge_transformer.formats.repack import read_vector, repack
@@ -210,6 +212,21 @@ def test_large_matrix_with_page_release(tmp_path: Path) -> None:
         expected = reference(b"".join(data[r * 2304 : r * 2304 + 2304] for r in some), "Q4_0", len(some), cols)
         assert_same_bits(dequantize(weight, some), expected)
         weight.owner.close()
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_file_that_shrinks_while_it_is_loaded(tmp_path: Path, threads: int) -> None:
+    rows, cols = 64, 4096
+    data = random_blocks(np.random.default_rng(8), "Q4_K", rows, cols)
+    checkpoint = open_matrix(tmp_path, "Q4_K", rows, cols, data)
+    info = checkpoint.tensors["w"]
+    os.truncate(info.file.path, 40_000)
+    target = HostMemory(packed_layout(info.format, rows, cols).nbytes)
+    with pytest.raises(FileChangedError, match=r"matrix\.gguf"):
+        repack(info, packed_layout(info.format, rows, cols), target.address, ThreadPool(threads))
+    with pytest.raises(FileChangedError, match=r"matrix\.gguf"):
+        read_vector(info)
     checkpoint.close()
 
 

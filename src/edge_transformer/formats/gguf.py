@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from edge_transformer.errors import FormatError
+from edge_transformer.errors import FormatError, UnsupportedModelError
 from edge_transformer.formats.checkpoint import TensorInfo
 from edge_transformer.formats.gguf_reader import GgufPart, read_part
 from edge_transformer.formats.mapping import MappedModelFile
@@ -44,7 +44,10 @@ class GgufCheckpoint:
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a GGUF file, version 2 or 3, or all parts of a split one. Raises FormatError."""
+    """Open a GGUF file, version 2 or 3, or all parts of a split one.
+
+    Raises FormatError for files that are corrupt, incomplete or of an unread kind, UnsupportedModelError for adapters.
+    """
     part_paths = split_paths(path)
     files: list[MappedModelFile] = []
     tensors: dict[str, TensorInfo] = {}
@@ -62,6 +65,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             if index == 0:
                 metadata = part.metadata
         _check_total(path, metadata, len(tensors))
+        _refuse_adapter(path, metadata)
     except BaseException:
         for file in files:
             file.close()
@@ -106,3 +110,11 @@ def _check_total(path: Path, metadata: Mapping[str, object], found: int) -> None
     total = metadata.get("split.tensors.count", found)
     if total != found:
         raise FormatError(path, f"says that all parts hold {str(total)[:40]} tensors, but {found} were found")
+
+
+def _refuse_adapter(path: Path, metadata: Mapping[str, object]) -> None:
+    if metadata.get("general.type") == "adapter":
+        raise UnsupportedModelError(
+            f"{path}: general.type is 'adapter': an adapter (LoRA) is not a model by itself; merge it into its "
+            "base model and convert the result to GGUF"
+        )

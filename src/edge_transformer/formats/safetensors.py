@@ -68,13 +68,14 @@ def open_safetensors(path: Path) -> SafetensorsCheckpoint:
     UnsupportedModelError for adapters, quantization_config and auto_map.
     """
     folder = path if path.is_dir() else path.parent
+    if path.is_dir() or path.name.startswith("adapter_"):
+        _refuse_adapter(folder)
     metadata = _read_config(folder)
     if not path.is_dir():
         shard = _SHARD_NAME.search(path.name)
         if shard and int(shard[1]) > 1:
             raise FormatError(path, f"is one of {int(shard[1])} shards; give the folder {folder} instead")
         return _open_files(path, {path.name: None}, folder, metadata)
-    _refuse_adapter(folder)
     if (folder / SINGLE_FILE).exists():
         return _open_files(path, {SINGLE_FILE: None}, folder, metadata)
     if (folder / INDEX_FILE).exists():
