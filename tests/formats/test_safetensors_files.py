@@ -156,12 +156,22 @@ def test_each_broken_rule_is_refused(tmp_path: Path, content: bytes, match: str,
 
 
 @pytest.mark.parametrize(
-    "place", ["../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..", "", "x.bin", "\0.safetensors"]
+    "place",
+    [
+        "../x.safetensors",
+        "/x.safetensors",
+        "sub/x.safetensors",
+        "..",
+        "",
+        "x.bin",
+        "\0.safetensors",
+        "x" * 300 + ".safetensors",
+    ],
 )
-def test_index_entries_that_leave_the_folder(tmp_path: Path, place: object) -> None:
+def test_index_entries_that_leave_the_folder(tmp_path: Path, place: str) -> None:
     write(tmp_path.parent, "x.safetensors", safetensors_bytes(PAIR, bytes(14)))
     write_index(tmp_path, {"a": place})
-    refuse(tmp_path, "no file of this folder", "a")
+    refuse(tmp_path, "no file of this folder|missing", "a" if len(place) < 100 else None)
 
 
 def test_index_and_shards_disagree(tmp_path: Path) -> None:

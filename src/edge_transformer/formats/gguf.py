@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +84,7 @@ def split_paths(path: Path) -> list[Path]:
         raise FormatError(path, f"is named as part {number} of {count}")
     paths = [path.with_name(f"{stem}-{index:05d}-of-{count:05d}.gguf") for index in range(1, count + 1)]
     for part_path in paths:
-        if not part_path.exists():
+        if not os.path.exists(part_path):
             raise FormatError(part_path, "this part of a split model is missing; download it to the same folder")
     return paths
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edge_transformer.errors import FormatError
 from edge_transformer.formats.checkpoint import Checkpoint
+from edge_transformer.formats.folder import list_folder
 from edge_transformer.formats.gguf import open_gguf, split_paths
 from edge_transformer.formats.gguf_reader import MAGIC
 from edge_transformer.formats.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
@@ -22,7 +23,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     missing or of an unread kind; UnsupportedModelError for adapters, quantization_config and auto_map in config.json.
     """
     if os.path.isdir(path):  # unlike Path.is_dir, False for names no file can have
-        if not (path / SINGLE_FILE).exists() and not (path / INDEX_FILE).exists():
+        if not os.path.exists(path / SINGLE_FILE) and not os.path.exists(path / INDEX_FILE):
             gguf = _only_gguf(path)
             if gguf is not None:
                 return open_gguf(gguf)
@@ -53,7 +54,7 @@ def _first_bytes(path: Path) -> bytes:
 
 def _only_gguf(folder: Path) -> Path | None:
     """The one GGUF model of a folder, None without one. Raises FormatError when there are several."""
-    found = sorted(entry for entry in folder.iterdir() if entry.name.endswith(".gguf"))
+    found = [folder / name for name in list_folder(folder) if name.endswith(".gguf")]
     if not found:
         return None
     if set(split_paths(found[0])) < set(found):

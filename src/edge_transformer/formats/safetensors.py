@@ -7,6 +7,7 @@ tensors cover the data exactly (https://huggingface.co/docs/safetensors).
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TypeGuard
 
 from edge_transformer.errors import FormatError, UnsupportedModelError
 from edge_transformer.formats.checkpoint import TensorInfo
+from edge_transformer.formats.folder import list_folder
 from edge_transformer.formats.json_file import read_bounded, read_settings
 from edge_transformer.formats.json_scan import JsonScanner
 from edge_transformer.formats.mapping import MappedModelFile
@@ -76,9 +78,9 @@ def open_safetensors(path: Path) -> SafetensorsCheckpoint:
         if shard and int(shard[1]) > 1:
             raise FormatError(path, f"is one of {int(shard[1])} shards; give the folder {folder} instead")
         return _open_files(path, {path.name: None}, folder, metadata)
-    if (folder / SINGLE_FILE).exists():
+    if os.path.exists(folder / SINGLE_FILE):
         return _open_files(path, {SINGLE_FILE: None}, folder, metadata)
-    if (folder / INDEX_FILE).exists():
+    if os.path.exists(folder / INDEX_FILE):
         return _open_files(path, _read_index(folder / INDEX_FILE), folder, metadata)
     raise _no_weights(folder)
 
@@ -206,7 +208,7 @@ def _read_index(path: Path) -> dict[str, set[str]]:
             raise FormatError(path, f"is placed in {file_name[:200]!r}, which is no file of this folder", tensor=name)
         by_file.setdefault(file_name, set()).add(name)
     for file_name in by_file:
-        if not (path.parent / file_name).is_file():
+        if not os.path.isfile(path.parent / file_name):  # unlike Path.is_file, False for names no file can have
             raise FormatError(path, f"names the shard {file_name[:200]!r}, which is missing; download the model again")
     return by_file
 
@@ -214,7 +216,7 @@ def _read_index(path: Path) -> dict[str, set[str]]:
 def _read_config(folder: Path) -> dict[str, object]:
     """config.json of a folder ({} when there is none), without the settings that nothing here can honour."""
     path = folder / "config.json"
-    if not path.exists():
+    if not os.path.exists(path):
         return {}
     config = read_settings(path)
     parts = {"": config, "text_config.": config.get("text_config")}
@@ -236,7 +238,7 @@ def _read_config(folder: Path) -> dict[str, object]:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    if (folder / "adapter_config.json").exists():
+    if os.path.exists(folder / "adapter_config.json"):
         raise UnsupportedModelError(
             f"{folder}: adapter_config.json: an adapter (LoRA) is not a model by itself; merge it into its base model "
             "(peft: merge_and_unload, then save_pretrained) and give that folder"
@@ -244,7 +246,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def _no_weights(folder: Path) -> FormatError:
-    names = sorted(entry.name for entry in folder.iterdir())
+    names = list_folder(folder)
     if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         return FormatError(
             folder,
