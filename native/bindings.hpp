@@ -9,5 +9,6 @@ void bind_linear(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_elementwise(nanobind::module_& m);
 void bind_formats(nanobind::module_& m);
+void bind_text(nanobind::module_& m);
 
 }  // namespace ete

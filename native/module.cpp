@@ -9,4 +9,5 @@ NB_MODULE(_native, m) {
   ete::bind_attention(m);
   ete::bind_elementwise(m);
   ete::bind_formats(m);
+  ete::bind_text(m);
 }

@@ -32,6 +32,30 @@ def repack_weight(
     pool: ThreadPool | None,
 ) -> None: ...
 
+# text: strings by content, merging of words
+class StringIndex:
+    """Positions of strings by content; string i is data[starts[i] : starts[i + 1] - 8]. ValueError for starts that do not fit."""
+
+    def __init__(self, data: bytes, starts: npt.NDArray[np.int64]) -> None: ...
+    def find(self, text: str) -> int:
+        """Position of `text`, -1 where there is none."""
+
+    @property
+    def duplicate(self) -> int:
+        """Position of the first string that equals an earlier one, -1 without such."""
+
+class MergeLeadsNowhere(ValueError):
+    """A merge gave a symbol, the message, that is no token."""
+
+def merge_by_rank(tokens: StringIndex, merges: StringIndex, ignore_merges: bool, words: list[str]) -> list[int]: ...
+def merge_by_score(
+    tokens: StringIndex,
+    mergeable: npt.NDArray[np.bool_],
+    scores: npt.NDArray[np.float32],
+    byte_ids: npt.NDArray[np.int32],
+    words: list[str],
+) -> list[int]: ...
+
 # linear: matrix products and embedding rows
 class WeightView:
     def __init__(
