@@ -72,16 +72,16 @@ class StringArray(Sequence[str]):
     [count + 1]. Reading a string that is not UTF-8 raises FormatError.
     """
 
-    __slots__ = ("_data", "_key", "_path", "_starts")
+    __slots__ = ("_key", "_path", "data", "starts")
 
     def __init__(self, data: bytes, starts: npt.NDArray[np.int64], path: Path, key: str) -> None:
-        self._data = data
-        self._starts = starts
+        self.data = data
+        self.starts = starts
         self._path = path
         self._key = key
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self.starts) - 1
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -92,7 +92,7 @@ class StringArray(Sequence[str]):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = range(len(self))[index]
         try:
-            return self._data[self._starts[i] : self._starts[i + 1] - 8].decode("utf-8")
+            return self.data[self.starts[i] : self.starts[i + 1] - 8].decode("utf-8")
         except UnicodeDecodeError as error:
             raise FormatError(self._path, f"metadata {self._key}[{i}] is not UTF-8: {error}") from error
 
@@ -102,7 +102,7 @@ class StringArray(Sequence[str]):
     def tolist(self) -> list[str]:
         """All strings, decoded at once."""
         try:
-            return _native.decode_strings(self._data, len(self), self._starts.ctypes.data)
+            return _native.decode_strings(self.data, len(self), self.starts.ctypes.data)
         except UnicodeDecodeError as error:
             raise FormatError(self._path, f"metadata {self._key} has a string that is not UTF-8: {error}") from error
 
