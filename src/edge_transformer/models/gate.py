@@ -15,7 +15,7 @@ from edge_transformer.errors import UnsupportedModelError
 
 MAX_INTEGER = 2**31 - 1
 MAX_LAYERS = 4096
-SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30  # so that float32 arithmetic with it stays finite and normal
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-15, 1e15  # so that float32 products of two of them stay finite and normal
 
 _SHOWN_VALUE_CHARACTERS = 120
 
