@@ -77,7 +77,7 @@ void bind_text(nb::module_& m) {
       .def(nb::init<nb::bytes, Vector<int64_t>>(), nb::arg("data"), nb::arg("starts"))
       .def("find", &PyStringIndex::find, nb::arg("text"))
       .def_prop_ro("duplicate", [](const PyStringIndex& self) { return self.index->duplicate(); });
-  nb::exception<MergeLeadsNowhere>(m, "MergeLeadsNowhere", PyExc_ValueError);
+  nb::exception<MergeError>(m, "MergeError", PyExc_ValueError);
   m.def("merge_by_rank", &merge_by_rank, nb::arg("tokens"), nb::arg("merges"), nb::arg("ignore_merges"),
         nb::arg("words"));
   m.def("merge_by_score", &merge_by_score, nb::arg("tokens"), nb::arg("mergeable"), nb::arg("scores"),

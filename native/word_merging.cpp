@@ -154,7 +154,7 @@ void encode_word(const RankedMerges& vocabulary, std::string_view word, std::vec
     if (id >= 0) {
       ids.push_back(id);
     } else if (text.size() > static_cast<size_t>(character_length(text[0]))) {
-      throw MergeLeadsNowhere(std::string(text));
+      throw MergeError(std::string(text));
     }
     // A byte without a token of its own is left out, as transformers does; vocabularies lack bytes UTF-8 never has.
   }

@@ -53,7 +53,7 @@ struct ScoredPieces {
 };
 
 // A merge gave a symbol that is no token: the vocabulary is corrupt.
-struct MergeLeadsNowhere : std::runtime_error {
+struct MergeError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

@@ -34,7 +34,7 @@ def repack_weight(
 
 # text: strings by content, merging of words
 class StringIndex:
-    """Positions of strings by content; string i is data[starts[i] : starts[i + 1] - 8]. ValueError for starts that do not fit."""
+    """Positions of strings by content; string i is data[starts[i] : starts[i + 1] - 8]. ValueError for bad starts."""
 
     def __init__(self, data: bytes, starts: npt.NDArray[np.int64]) -> None: ...
     def find(self, text: str) -> int:
@@ -44,7 +44,7 @@ class StringIndex:
     def duplicate(self) -> int:
         """Position of the first string that equals an earlier one, -1 without such."""
 
-class MergeLeadsNowhere(ValueError):
+class MergeError(ValueError):
     """A merge gave a symbol, the message, that is no token."""
 
 def merge_by_rank(tokens: StringIndex, merges: StringIndex, ignore_merges: bool, words: list[str]) -> list[int]: ...

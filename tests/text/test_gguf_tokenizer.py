@@ -213,7 +213,7 @@ def test_sentencepiece_settings() -> None:
         (changed("tokens", None), "tokens is missing"),
         (changed("tokens", ["a", "a"]), f"token_type has {SIZE} entries, the vocabulary has 2"),
         (changed("tokens", 7), "must be a list of strings"),
-        (changed("tokens", ["a"] * SIZE), "same token twice"),
+        (changed("tokens", ["a"] * SIZE), "holds 'a' twice"),
         (changed("token_type", np.zeros(3, np.int32)), "token_type has 3 entries"),
         (changed("token_type", "x"), "must be a list of numbers"),
         (changed("merges", None), "merges is missing"),

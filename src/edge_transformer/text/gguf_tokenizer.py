@@ -7,7 +7,7 @@ llama.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_transformer._native import StringIndex
 from edge_transformer.errors import TextError
 from edge_transformer.text.metadata import read_flag, read_numbers, read_string, read_strings, read_token_id
+from edge_transformer.text.string_index import string_index
 from edge_transformer.text.token_bytes import Spelling
 from edge_transformer.text.tokenizer import Encoder, Tokenizer, Vocabulary
 
@@ -50,8 +52,8 @@ class TokenType(IntEnum):
 class _Tokens:
     """The vocabulary of a file. `special` and `user_defined` (text to id) are matched whole in raw text."""
 
-    texts: list[str]
-    ids: dict[str, int]
+    texts: Sequence[str]
+    index: StringIndex
     types: npt.NDArray[Any]
     special: dict[str, int]
     user_defined: dict[str, int]
@@ -87,12 +89,16 @@ def gguf_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     def token_text(token_id: int) -> str | None:
         return tokens.texts[token_id] if 0 <= token_id < size else None
 
+    def token_id(text: str) -> int | None:
+        found = tokens.index.find(text)
+        return found if found >= 0 else None
+
     return Tokenizer(
         encoder=encoder,
         vocabulary=Vocabulary(
             size=size,
             token_text=token_text,
-            token_id=tokens.ids.get,
+            token_id=token_id,
             spelling=spelling,
             added={i: text for text, i in (tokens.special | tokens.user_defined).items()},
             special_ids=frozenset(tokens.special.values()),
@@ -110,12 +116,12 @@ def _read_tokens(metadata: Mapping[str, object]) -> _Tokens:
     types = read_numbers(metadata, _PREFIX + "token_type", len(texts))
     if types is None:
         types = np.full(len(texts), TokenType.NORMAL)
-    ids = dict(zip(texts, range(len(texts)), strict=True))
-    if len(ids) != len(texts):
-        raise TextError("tokenizer.ggml.tokens holds the same token twice")
+    index = string_index(texts)
+    if index.duplicate >= 0:
+        raise TextError(f"tokenizer.ggml.tokens holds {texts[index.duplicate]!r} twice")
     special = {texts[i]: i for i in np.flatnonzero(types == TokenType.CONTROL).tolist()}
     user_defined = {texts[i]: i for i in np.flatnonzero(types == TokenType.USER_DEFINED).tolist()}
-    return _Tokens(texts, ids, types, special, user_defined)
+    return _Tokens(texts, index, types, special, user_defined)
 
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
@@ -133,10 +139,9 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
 def _byte_level_encoder(metadata: Mapping[str, object], cut: PreTokenizer, tokens: _Tokens) -> Encoder:
     from edge_transformer.text.byte_level_bpe import ByteLevelEncoder
 
-    merges = read_strings(metadata, _PREFIX + "merges")
     return ByteLevelEncoder(
-        ids=tokens.ids,
-        ranks=dict(zip(merges, range(len(merges)), strict=True)),
+        tokens=tokens.index,
+        merges=string_index(read_strings(metadata, _PREFIX + "merges")),
         normalizer=cut.normalizer(),
         pre_tokenizer=cut.words(),
         ignore_merges=cut.ignore_merges,
@@ -153,17 +158,17 @@ def _sentencepiece_encoder(metadata: Mapping[str, object], tokens: _Tokens) -> E
         raise TextError("tokenizer.ggml.scores is missing, which a tokenizer of model 'llama' needs")
     if read_flag(metadata, _PREFIX + "remove_extra_whitespaces", False):
         raise TextError("tokenizer.ggml.remove_extra_whitespaces is true, which is not supported")
-    named = [tokens.ids.get(f"<0x{byte:02X}>") for byte in range(256)]
-    byte_ids = [i for i in named if i is not None and tokens.types[i] == TokenType.BYTE]
+    if np.isnan(scores).any():
+        raise TextError("tokenizer.ggml.scores holds a NaN")
+    named = [tokens.index.find(f"<0x{byte:02X}>") for byte in range(256)]
+    byte_ids = [i for i in named if i >= 0 and tokens.types[i] == TokenType.BYTE]
     if len(byte_ids) != 256:
         raise TextError(f"the vocabulary has {len(byte_ids)} of the 256 byte tokens (<0x00> ...), all are needed")
-    pieces = dict(tokens.ids)
-    for i in np.flatnonzero(tokens.types != TokenType.NORMAL).tolist():
-        del pieces[tokens.texts[i]]
     return SentencePieceEncoder(
-        pieces=pieces,
-        scores=scores.tolist(),
-        byte_ids=byte_ids,
+        tokens=tokens.index,
+        mergeable=tokens.types == TokenType.NORMAL,
+        scores=scores.astype(np.float32),
+        byte_ids=np.array(byte_ids, np.int32),
         special=tokens.special,
         user_defined=tokens.user_defined,
         add_space_prefix=_adds_space_prefix(metadata),

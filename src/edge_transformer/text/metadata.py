@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer.errors import TextError
+from edge_transformer.formats.gguf_types import StringArray
 
 MAX_JSON_BYTES = 256 << 20
 
@@ -43,15 +44,14 @@ def read_token_id(metadata: Mapping[str, object], key: str, vocab_size: int) -> 
     raise TextError(f"{key} must be a token id below {vocab_size}, got {value!r}")
 
 
-def read_strings(metadata: Mapping[str, object], key: str) -> list[str]:
-    """A list of strings, TextError where the key is absent or anything else."""
+def read_strings(metadata: Mapping[str, object], key: str) -> Sequence[str]:
+    """Strings, TextError where the key is absent or anything else."""
     value = metadata.get(key)
     if value is None:
         raise TextError(f"{key} is missing, so the file holds no usable tokenizer")
-    strings = _as_list(value)
-    if strings is None or (strings and not isinstance(strings[0], str)):
-        raise TextError(f"{key} must be a list of strings, got {type(value).__name__}")
-    return strings
+    if isinstance(value, StringArray) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        return value
+    raise TextError(f"{key} must be a list of strings, got {type(value).__name__}")
 
 
 def read_numbers(metadata: Mapping[str, object], key: str, count: int) -> npt.NDArray[Any] | None:
@@ -81,11 +81,3 @@ def read_json_object(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise TextError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
-
-
-def _as_list(value: object) -> list[str] | None:
-    if isinstance(value, list):
-        return value
-    if hasattr(value, "tolist"):
-        return list(value.tolist())
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) else None
