@@ -32,7 +32,7 @@ def main() -> int:
         try:
             opened += format_fuzzing.fuzz_once(seed, folder, samples)
         except Exception as error:
-            print(f"seed {seed}: {type(error).__name__}: {str(error)[:500]}; the files are in {folder}", file=sys.stderr)
+            print(f"seed {seed}: {type(error).__name__}: {str(error)[:500]}; files in {folder}", file=sys.stderr)
             raise
         seed += 1
     faulthandler.cancel_dump_traceback_later()

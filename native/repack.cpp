@@ -17,6 +17,9 @@ namespace {
 // Source bytes after which pages are given back: small enough to keep memory flat, large enough to make calls rare.
 constexpr int64_t kReleaseBytes = 2 << 20;
 
+// Below this the caller is done (in some 20 us) before another thread has woken up.
+constexpr int64_t kWorthThreads = 256 << 10;
+
 #if defined(__SSE2__)
 
 inline __m128i load_16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
@@ -198,7 +201,7 @@ void repack_rows(const RepackJob& job, int64_t row_bytes, ThreadPool* pool, cons
       }
     }
   };
-  if (pool != nullptr) {
+  if (pool != nullptr && job.rows * row_bytes >= kWorthThreads) {
     pool->run(job.rows, 1, part);
   } else {
     part(0, 0, job.rows);
