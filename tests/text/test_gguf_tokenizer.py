@@ -217,6 +217,7 @@ def test_sentencepiece_settings() -> None:
         (changed("token_type", np.zeros(3, np.int32)), "token_type has 3 entries"),
         (changed("token_type", "x"), "must be a list of numbers"),
         (changed("merges", None), "merges is missing"),
+        (changed("add_space_prefix", True), "add_space_prefix is true"),
         (changed("bos_token_id", SIZE), f"token id below {SIZE}, got {SIZE}"),
         (changed("eos_token_id", -1), f"token id below {SIZE}, got -1"),
         (changed("add_bos_token", "yes"), "must be true or false"),
@@ -237,7 +238,9 @@ def test_refused_byte_level(change: Callable[[dict[str, object]], dict[str, obje
     [
         (changed("scores", None), "scores is missing"),
         (changed("scores", np.zeros(2, np.float32)), "scores has 2 entries"),
+        (changed("scores", np.full(259 + len(PIECES), np.nan, np.float32)), "holds a NaN"),
         (changed("remove_extra_whitespaces", True), "remove_extra_whitespaces is true"),
+        (changed("precompiled_charsmap", np.zeros(4, np.uint8)), "precompiled_charsmap"),
         (changed("token_type", np.ones(259 + len(PIECES), np.int32)), "0 of the 256 byte tokens"),
     ],
 )

@@ -139,6 +139,8 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
 def _byte_level_encoder(metadata: Mapping[str, object], cut: PreTokenizer, tokens: _Tokens) -> Encoder:
     from edge_transformer.text.byte_level_bpe import ByteLevelEncoder
 
+    if read_flag(metadata, _PREFIX + "add_space_prefix", False):
+        raise TextError("tokenizer.ggml.add_space_prefix is true, which is not supported for byte-level vocabularies")
     return ByteLevelEncoder(
         tokens=tokens.index,
         merges=string_index(read_strings(metadata, _PREFIX + "merges")),
@@ -158,6 +160,8 @@ def _sentencepiece_encoder(metadata: Mapping[str, object], tokens: _Tokens) -> E
         raise TextError("tokenizer.ggml.scores is missing, which a tokenizer of model 'llama' needs")
     if read_flag(metadata, _PREFIX + "remove_extra_whitespaces", False):
         raise TextError("tokenizer.ggml.remove_extra_whitespaces is true, which is not supported")
+    if _PREFIX + "precompiled_charsmap" in metadata:
+        raise TextError("tokenizer.ggml.precompiled_charsmap asks for a normalization that is not supported")
     if np.isnan(scores).any():
         raise TextError("tokenizer.ggml.scores holds a NaN")
     named = [tokens.index.find(f"<0x{byte:02X}>") for byte in range(256)]
@@ -167,7 +171,7 @@ def _sentencepiece_encoder(metadata: Mapping[str, object], tokens: _Tokens) -> E
     return SentencePieceEncoder(
         tokens=tokens.index,
         mergeable=tokens.types == TokenType.NORMAL,
-        scores=scores.astype(np.float32),
+        scores=np.array(scores, np.float32),
         byte_ids=np.array(byte_ids, np.int32),
         special=tokens.special,
         user_defined=tokens.user_defined,
