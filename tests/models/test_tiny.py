@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from edge_transformer._native import available_instruction_sets
 from edge_transformer.engine.core import Engine
 from edge_transformer.models.config import ModelConfig, Rope
 from tiny.models import MODELS
@@ -90,7 +91,19 @@ def test_gguf_logits_equal_transformers(folder: Path, name: str, backend: str) -
     assert max(errors.values()) <= BOUNDS[backend], errors
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("isa", available_instruction_sets())
+@pytest.mark.parametrize("name", ["llama_biases", "mistral", "qwen3_windows_bias", "gemma2", "gemma3_linear"])
+def test_every_instruction_set_equals_transformers(folder: Path, name: str, isa: str) -> None:
+    truth = golden(name)
+    engine = open_engine(hf_path(folder, name), isa)
+    errors = {schedule: truth.error(run(engine, truth.prompts, schedule)) for schedule in ("one_piece", "interleaved")}
+    engine.close()
+    assert max(errors.values()) <= BOUNDS["cpu"], errors
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_biases", "mistral", "mistral_long", "qwen2_windows", "qwen3", "gemma2_long", "gemma3_linear"]
+)
 def test_chunks_batch_mates_and_threads_change_no_bit(folder: Path, name: str) -> None:
     """Which kernel a row takes depends on its kind only, so all prompt rows are equal bit for bit on the CPU."""
     prompts = golden(name).prompts

@@ -28,11 +28,14 @@ ONE_TOKEN_AT_MOST = 72  # so many tokens one by one, the ones before them as a p
 ODD_CHUNKS = (1, 7, 13, 2, 5, 64, 3)
 
 
-def make_backend(name: str, threads: int = 2) -> Backend:
-    return ReferenceBackend() if name == "reference" else CpuBackend(threads)
+def make_backend(name: str, threads: int = 1) -> Backend:
+    """`name`: reference, cpu, or an instruction set of the CPU backend."""
+    if name == "reference":
+        return ReferenceBackend()
+    return CpuBackend(threads, isa=None if name == "cpu" else name)
 
 
-def open_engine(path: Path, backend: str = "reference", config: ModelConfig | None = None, threads: int = 2) -> Engine:
+def open_engine(path: Path, backend: str = "reference", config: ModelConfig | None = None, threads: int = 1) -> Engine:
     """An engine with an f32 KV cache; `config` replaces what the checkpoint says, to try what a mistake would do."""
     checkpoint = open_checkpoint(path)
     spec = read_model(checkpoint)
