@@ -92,6 +92,7 @@ class DecodeRows {
       tile = std::min(tile, layer_.first_visible(batch_.positions[row]) / kTilePositions);
       last_tile = std::max(last_tile, int64_t(batch_.positions[row]) / kTilePositions);
     }
+    tiles_ = std::min(tiles_, last_tile + 1 - tile);
     for (; tile <= last_tile; tile += tiles_) {
       attend_tiles(q, tile);
       for (int64_t pair = 0; pair < rows_ * layer_.kv_heads; ++pair) merge_tiles(tile, pair);

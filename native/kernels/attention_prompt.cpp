@@ -29,14 +29,14 @@ constexpr int round_up(int value, int multiple) { return round_down(value + mult
 
 // Where things lie in the scratch. Per block: q and acc [head_dim][lanes], then vectors of the lanes' states and
 // limits.
-struct Scratch {
+struct PromptScratch {
   float* keys;    // [512][head_dim], bf16 tiles only
   float* values;  // the same
   float* scores;  // [512][lanes of a block]
   float* blocks;
   int64_t block_floats;
 
-  Scratch(const AttentionLayer& layer, float* base)
+  PromptScratch(const AttentionLayer& layer, float* base)
       : keys(base),
         values(keys + kTilePositions * layer.head_dim),
         scores(values + kTilePositions * layer.head_dim),
@@ -108,7 +108,7 @@ void unpack_results(const AttentionLayer& layer, const PromptUnit& unit, int64_t
   }
 }
 
-Block make_block(const AttentionLayer& layer, const PromptUnit& unit, const Scratch& scratch, int index) {
+Block make_block(const AttentionLayer& layer, const PromptUnit& unit, const PromptScratch& scratch, int index) {
   Block block;
   const int start = index * kBlockLanes;
   block.lanes = std::min(kBlockLanes, unit.lanes - start);
@@ -282,7 +282,7 @@ const float* as_floats(const AttentionLayer& layer, const void* tile, int begin,
 }  // namespace
 
 void attend_prompt(const AttentionLayer& layer, const PromptUnit& unit, float* base) {
-  const Scratch scratch(layer, base);
+  const PromptScratch scratch(layer, base);
   const int count = (unit.lanes + kBlockLanes - 1) / kBlockLanes;
   std::array<Block, kMaxUnitVectors / kBlockVectors> blocks{};
   for (int i = 0; i < count; ++i) blocks[i] = make_block(layer, unit, scratch, i);
