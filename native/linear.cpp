@@ -31,6 +31,12 @@ int64_t total_rows(std::span<const LinearPart> parts) {
   return rows;
 }
 
+bool any_nibbles(std::span<const LinearPart> parts) {
+  return std::any_of(parts.begin(), parts.end(), [](const LinearPart& part) {
+    return is_nibble_format(part.weight.format) || (part.second && is_nibble_format(part.second->format));
+  });
+}
+
 FinishArgs at_token(FinishArgs args, int64_t token) {
   args.out += token * args.out_stride;
   return args;
@@ -38,7 +44,7 @@ FinishArgs at_token(FinishArgs args, int64_t token) {
 
 void decode_rows(ThreadPool& pool, const LinearKernels& kernels, std::span<const LinearPart> parts, const float* x,
                  int64_t cols, int64_t first_token, int64_t tokens) {
-  GemvInput input{x, cols, nullptr, sums_stride(cols)};
+  GemvInput input{x, cols, nullptr, sums_stride(cols), nullptr, round_up(cols, kOrderedPadding)};
   auto* scratch = reinterpret_cast<float*>(pool.shared_scratch());
   if (cols % kGroup != 0) {
     input.x_stride = round_up(cols, kGroup);
@@ -57,6 +63,13 @@ void decode_rows(ThreadPool& pool, const LinearKernels& kernels, std::span<const
     std::fill(sums + groups, sums + input.sums_stride, 0.0f);
   }
   input.sums = scratch;
+  if (any_nibbles(parts)) {
+    scratch += tokens * input.sums_stride;
+    for (int64_t t = 0; t < tokens; ++t) {
+      kernels.order_nibbles(input.x + t * input.x_stride, cols / kGroup, scratch + t * input.ordered_stride);
+    }
+    input.ordered = scratch;
+  }
 
   pool.run(total_rows(parts), kRowGrain, [&](int, int64_t begin, int64_t end) {
     alignas(64) float first[kDecodeGroup * kGemvRows];
@@ -69,6 +82,7 @@ void decode_rows(ThreadPool& pool, const LinearKernels& kernels, std::span<const
           GemvInput group = input;
           group.x += t * input.x_stride;
           group.sums += t * input.sums_stride;
+          if (input.ordered) group.ordered += t * input.ordered_stride;
           kernels.gemv(part.weight, row, rows, group, count, first);
           if (part.second) kernels.gemv(*part.second, row, rows, group, count, second);
           kernels.finish_rows(at_token(part.finish, first_token + t), row, rows, count, first, second);
@@ -103,9 +117,10 @@ void prompt_rows_block(ThreadPool& pool, const LinearKernels& kernels, std::span
 
 LinearWorkspace linear_workspace(int64_t rows, int64_t cols) {
   const int64_t packed = std::min<int64_t>(round_up(rows, kTokenVector), kGemmTokens) * cols;
-  const int64_t sums = rows * (sums_stride(cols) + (cols % kGroup ? round_up(cols, kGroup) : 0));
+  const int64_t per_row =
+      sums_stride(cols) + round_up(cols, kOrderedPadding) + (cols % kGroup ? round_up(cols, kGroup) : 0);
   const int64_t thread = kGemmRows * (kGemmRowPitch + 2 * kTilePitch);
-  return {std::max(packed, sums) * int64_t(sizeof(float)), thread * int64_t(sizeof(float))};
+  return {std::max(packed, rows * per_row) * int64_t(sizeof(float)), thread * int64_t(sizeof(float))};
 }
 
 void linear(ThreadPool& pool, const LinearKernels& kernels, std::span<const LinearPart> parts, const float* x,

@@ -16,6 +16,7 @@ constexpr int kGemmCols = 256;                 // columns summed into fresh accu
 constexpr int kGemmTokens = 512;               // tokens of one pass over the weights
 constexpr int kTokenVector = 16;               // token counts are padded to this, whatever the instruction set
 constexpr int kSumsPadding = 16;               // group sums of a row are padded to this
+constexpr int kOrderedPadding = 128;           // columns; the widest vector of 4-bit codes
 constexpr int kGemmRowPitch = kGemmCols + 16;  // floats between dequantized rows: not a power of two
 constexpr int kTilePitch = kGemmTokens + kTokenVector;  // floats between rows of a tile of results
 
@@ -38,12 +39,20 @@ struct GemvInput {
   int64_t x_stride;
   const float* sums;
   int64_t sums_stride;
+  const float* ordered;  // x as order_nibbles leaves it; null when no weight has 4-bit codes
+  int64_t ordered_stride;
 };
+
+constexpr bool is_nibble_format(Format format) {
+  return format == Format::Q4_0 || format == Format::Q4_1 || format == Format::Q4_K;
+}
 
 // The kernels of one instruction set, in a constant `linear_kernels` of its namespace.
 struct LinearKernels {
   // sums[g] = sum of x[32 g .. 32 g + 31].
   void (*group_sums)(const float* x, int64_t groups, float* sums);
+  // x in the order in which the GEMV meets 4-bit codes, with zeros up to a multiple of kOrderedPadding.
+  void (*order_nibbles)(const float* x, int64_t groups, float* ordered);
   // out[b * kGemvRows + r] = weight row (row + r) . x row b, for r < rows <= kGemvRows and b < tokens <= kDecodeGroup.
   // out has room for kDecodeGroup rows, those from `tokens` on are overwritten.
   void (*gemv)(const WeightView& weight, int64_t row, int rows, const GemvInput& input, int tokens, float* out);

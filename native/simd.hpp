@@ -131,33 +131,40 @@ inline void store_bf16(uint16_t* p, Vec a) {
 
 #else
 
+// Vectors as GCC and Clang have them on every processor: with plain arrays the compiler keeps few lanes together.
 constexpr int W = 4;
+typedef float Lanes __attribute__((vector_size(16)));
+typedef uint32_t WordLanes __attribute__((vector_size(16)));
 struct Vec {
-  float v[4];
+  Lanes v;
 };
-inline Vec zero() { return {{0, 0, 0, 0}}; }
-inline Vec set1(float s) { return {{s, s, s, s}}; }
-inline Vec load(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
-inline void store(float* p, Vec a) { std::memcpy(p, a.v, sizeof a.v); }
+inline Vec zero() { return {Lanes{0, 0, 0, 0}}; }
+inline Vec set1(float s) { return {Lanes{s, s, s, s}}; }
+inline Vec load(const float* p) {
+  Vec a;
+  std::memcpy(&a.v, p, sizeof a.v);
+  return a;
+}
+inline void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof a.v); }
 #define ETE_LANES(expression)                        \
   Vec r;                                             \
   for (int i = 0; i < 4; ++i) r.v[i] = (expression); \
   return r
-inline Vec operator+(Vec a, Vec b) { ETE_LANES(a.v[i] + b.v[i]); }
-inline Vec operator-(Vec a, Vec b) { ETE_LANES(a.v[i] - b.v[i]); }
-inline Vec operator*(Vec a, Vec b) { ETE_LANES(a.v[i] * b.v[i]); }
-inline Vec operator/(Vec a, Vec b) { ETE_LANES(a.v[i] / b.v[i]); }
+inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
+inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 // No fused multiply-add is assumed here (a library call per lane would be far slower): one more rounding per step.
-inline Vec fma(Vec a, Vec b, Vec c) { ETE_LANES(a.v[i] * b.v[i] + c.v[i]); }
-inline Vec max(Vec a, Vec b) { ETE_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
-inline Vec min(Vec a, Vec b) { ETE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
+inline Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+inline Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
 inline Vec sqrt(Vec a) { ETE_LANES(__builtin_sqrtf(a.v[i])); }
 inline Vec abs(Vec a) { ETE_LANES(__builtin_fabsf(a.v[i])); }
 inline Vec copy_sign(Vec a, Vec sign) { ETE_LANES(__builtin_copysignf(a.v[i], sign.v[i])); }
-inline Vec select_less(Vec a, Vec b, Vec x, Vec y) { ETE_LANES(a.v[i] < b.v[i] ? x.v[i] : y.v[i]); }
+inline Vec select_less(Vec a, Vec b, Vec x, Vec y) { return {a.v < b.v ? x.v : y.v}; }
 // Adding 1.5 * 2^23 leaves no bit for a fraction, and the low bits of the sum's word count the integer.
 constexpr float kRoundingShift = 12582912.0f;
-inline Vec round_nearest(Vec a) { ETE_LANES((a.v[i] + kRoundingShift) - kRoundingShift); }
+inline Vec round_nearest(Vec a) { return {(a.v + kRoundingShift) - kRoundingShift}; }
 inline float power_of_2(uint32_t n) {
   const uint32_t word = (n + 127) << 23;
   float value;
@@ -196,9 +203,34 @@ inline float f16_to_float(uint16_t bits) {
   std::memcpy(&value, &word, 4);
   return value;
 }
-inline Vec load_bf16(const uint16_t* p) { ETE_LANES(bf16_to_float(p[i])); }
-inline Vec load_f16(const uint16_t* p) { ETE_LANES(f16_to_float(p[i])); }
-inline Vec load_i8(const int8_t* p) { ETE_LANES(float(p[i])); }
+template <typename Element>
+inline WordLanes widen(const Element* p) {
+  typedef Element Narrow __attribute__((vector_size(4 * sizeof(Element))));
+  Narrow narrow;
+  std::memcpy(&narrow, p, sizeof narrow);
+  return __builtin_convertvector(narrow, WordLanes);
+}
+inline Vec from_words(WordLanes words) {
+  Vec a;
+  std::memcpy(&a.v, &words, sizeof words);
+  return a;
+}
+inline Vec load_bf16(const uint16_t* p) { return from_words(widen(p) << 16); }
+inline Vec load_f16(const uint16_t* p) {
+  const WordLanes bits = widen(p);
+  const Lanes scaled = from_words((bits & 0x7fff) << 13).v * 5.192296858534828e33f;  // as in f16_to_float
+  WordLanes words;
+  std::memcpy(&words, &scaled, sizeof words);
+  words = (bits & 0x7c00) == 0x7c00 ? 0x7f800000u | ((bits & 0x03ff) << 13) : words;
+  return from_words(words | ((bits & 0x8000) << 16));
+}
+inline Vec load_i8(const int8_t* p) {
+  typedef int32_t Whole __attribute__((vector_size(16)));
+  const WordLanes words = widen(p);
+  Whole whole;
+  std::memcpy(&whole, &words, sizeof words);
+  return {__builtin_convertvector(whole, Lanes)};
+}
 // Rounds to the nearest bf16, ties to even; a NaN stays a quiet NaN.
 inline uint16_t float_to_bf16(float value) {
   uint32_t word;

@@ -6,6 +6,7 @@
 //   a
 //                               format with minimums then has codes on both sides of zero and sums without
 //                               cancellation. Formats without minimums take their zero point off always.
+//   kBytes, kPlanes             bytes of a group's codes (low bits) in plane 0; number of planes
 //   scales(row, g0, n, s, m)    kSub scales per group (one per 32 / kSub columns) and, when kMinimum, one minimum per
 //   group:
 //                               value = code * scale + minimum. g0 is a multiple of 8; s and m are padded with zeros to
@@ -30,7 +31,9 @@ struct Decoder;
 // `n` elements (n <= 32) of a row of floats, zeros after them.
 template <Format F>
 struct FloatDecoder {
-  static constexpr int kBytes = F == Format::F32 ? 4 : 2;
+  static constexpr int kElement = F == Format::F32 ? 4 : 2;
+  static constexpr int kBytes = kGroup * kElement;
+  static constexpr int kPlanes = 1;
   static constexpr bool kScaled = false;
 
   static void codes(const uint8_t* p, Vec (&c)[kParts]) {
@@ -47,11 +50,11 @@ struct FloatDecoder {
   }
   template <bool>
   static void codes(const RowPlanes& row, int64_t group, Vec (&c)[kParts]) {
-    codes(row.plane[0] + group * kGroup * kBytes, c);
+    codes(row.plane[0] + group * kBytes, c);
   }
   static void first_codes(const RowPlanes& row, int64_t group, int64_t n, Vec (&c)[kParts]) {
-    alignas(64) uint8_t padded[kGroup * kBytes] = {};
-    std::memcpy(padded, row.plane[0] + group * kGroup * kBytes, size_t(n) * kBytes);
+    alignas(64) uint8_t padded[kBytes] = {};
+    std::memcpy(padded, row.plane[0] + group * kBytes, size_t(n) * kElement);
     codes(padded, c);
   }
 };
@@ -116,19 +119,20 @@ inline void nibble_codes(const uint8_t* p, const uint8_t* high, int zero, Vec (&
   c[2].v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(second));
   c[3].v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(second, second)));
 #else
-  int8_t codes[kGroup];
-  for (int i = 0; i < 16; ++i) {
-    codes[i] = int8_t(p[i] & 15);
-    codes[i + 16] = int8_t(p[i] >> 4);
-  }
-  if constexpr (Bits >= 5) {
-    for (int b = 4; b < Bits; ++b) {
-      const uint8_t* word = high + (b - 4) * 4;
-      for (int i = 0; i < kGroup; ++i) codes[i] = int8_t(codes[i] | (((word[i / 8] >> (i % 8)) & 1) << b));
+  const WordLanes bit = {1, 2, 4, 8};
+  for (int i = 0; i < kParts; ++i) {
+    const WordLanes bytes = widen(p + i % 4 * W);
+    WordLanes codes = i < 4 ? bytes & 15 : bytes >> 4;
+    if constexpr (Bits >= 5) {
+      for (int b = 4; b < Bits; ++b) {
+        uint32_t word;
+        std::memcpy(&word, high + (b - 4) * 4, 4);
+        codes |= ((word >> (i * 4)) & bit) != 0 ? WordLanes{} + (1u << b) : WordLanes{};
+      }
     }
+    // Below the exponent of 2^23 an integer reads 2^23 more; taking that off is exact.
+    c[i] = from_words(codes | 0x4b000000u) - set1(float((1 << 23) + zero));
   }
-  for (int i = 0; i < kGroup; ++i) codes[i] = int8_t(codes[i] - zero);
-  for (int i = 0; i < kParts; ++i) c[i] = load_i8(codes + i * W);
 #endif
 }
 
@@ -145,8 +149,11 @@ inline void f16_row(const uint8_t* p, int64_t n, float* out) {
 template <int Bits, int HighPlane, int ScalePlane, int MinimumPlane, int Zero, int Centre>
 struct GroupDecoder {
   static constexpr bool kScaled = true;
+  static constexpr int kBytes = 16;
+  static constexpr int kPlanes = (MinimumPlane ? MinimumPlane : ScalePlane) + 1;
   static constexpr int kSub = 1;
   static constexpr bool kMinimum = MinimumPlane != 0;
+  static constexpr int kZero = Zero;
   static constexpr int kCentre = Centre;
 
   template <bool Centred>
@@ -172,6 +179,8 @@ struct Decoder<Format::Q5_1> : GroupDecoder<5, 1, 2, 3, 0, 16> {};
 template <>
 struct Decoder<Format::Q8_0> {
   static constexpr bool kScaled = true;
+  static constexpr int kBytes = 32;
+  static constexpr int kPlanes = 2;
   static constexpr int kSub = 1;
   static constexpr bool kMinimum = false;
   static constexpr int kCentre = 0;
@@ -190,7 +199,7 @@ struct Decoder<Format::Q8_0> {
 // Eight 6-bit scales and eight 6-bit minimums in 12 bytes, as GGUF packs them: bytes 0-3 and 4-7 hold numbers 0-3 of
 // each in their low six bits, bytes 8-11 the low four bits of numbers 4-7; the two bits over them are the top of bytes
 // 0-7.
-inline void unpack_6bit(const uint8_t* p, uint8_t (&out)[16]) {
+inline void unpack_6bit(const uint8_t* p, int8_t (&out)[16]) {
   uint32_t a, b, c;
   std::memcpy(&a, p, 4);
   std::memcpy(&b, p + 4, 4);
@@ -201,18 +210,23 @@ inline void unpack_6bit(const uint8_t* p, uint8_t (&out)[16]) {
 }
 
 inline float half_at(const uint8_t* p) {
-  uint16_t bits[W] = {};
-  std::memcpy(bits, p, 2);
-  float values[W];
-  store(values, load_f16(bits));
-  return values[0];
+  uint16_t bits;
+  std::memcpy(&bits, p, 2);
+#if defined(ETE_ISA_plain)
+  return f16_to_float(bits);
+#else
+  return _cvtsh_ss(bits);
+#endif
 }
 
 template <int Bits, int HighPlane, int ScalePlane, int Centre>
 struct SuperDecoder {
   static constexpr bool kScaled = true;
+  static constexpr int kBytes = 16;
+  static constexpr int kPlanes = ScalePlane + 1;
   static constexpr int kSub = 1;
   static constexpr bool kMinimum = true;
+  static constexpr int kZero = 0;
   static constexpr int kCentre = Centre;
 
   template <bool Centred>
@@ -223,14 +237,21 @@ struct SuperDecoder {
   static void scales(const RowPlanes& row, int64_t first, int64_t n, float* s, float* m) {
     for (int64_t done = 0; done < n; done += 8) {
       const uint8_t* p = row.plane[ScalePlane] + (first + done) * 2;
-      uint8_t numbers[16];
+      alignas(16) int8_t numbers[16];
       unpack_6bit(p + 4, numbers);
       const float d = half_at(p);
       const float dmin = -half_at(p + 2);
-      for (int i = 0; i < 8; ++i) {
-        s[done + i] = d * float(numbers[i]);
-        m[done + i] = dmin * float(numbers[8 + i]);
+#if defined(ETE_ISA_avx512)
+      const __m512 factors = _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(d), _mm512_set1_ps(dmin));
+      const __m512 both = _mm512_mul_ps(factors, load_i8(numbers).v);
+      _mm256_storeu_ps(s + done, _mm512_castps512_ps256(both));
+      _mm256_storeu_ps(m + done, _mm512_extractf32x8_ps(both, 1));
+#else
+      for (int i = 0; i < 8; i += W) {
+        store(s + done + i, set1(d) * load_i8(numbers + i));
+        store(m + done + i, set1(dmin) * load_i8(numbers + 8 + i));
       }
+#endif
     }
     for (int64_t i = n; i % W; ++i) s[i] = m[i] = 0;
   }
@@ -244,6 +265,8 @@ struct Decoder<Format::Q5_K> : SuperDecoder<5, 1, 2, 16> {};
 template <>
 struct Decoder<Format::Q6_K> {
   static constexpr bool kScaled = true;
+  static constexpr int kBytes = 16;
+  static constexpr int kPlanes = 4;
   static constexpr int kSub = 2;
   static constexpr bool kMinimum = false;
   static constexpr int kCentre = 0;

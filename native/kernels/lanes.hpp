@@ -95,27 +95,35 @@ inline void transpose(Vec (&rows)[W]) {
 inline float reduce_add(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
 
 inline void transpose(Vec (&rows)[W]) {
-  for (int i = 0; i < W; ++i)
-    for (int j = i + 1; j < W; ++j) std::swap(rows[i].v[j], rows[j].v[i]);
+  const Vec r[W] = {rows[0], rows[1], rows[2], rows[3]};
+  for (int i = 0; i < W; ++i) rows[i].v = Lanes{r[0].v[i], r[1].v[i], r[2].v[i], r[3].v[i]};
 }
 
 #endif
 
-// The first n of the W lanes (n < W), zeros in the others; reads nothing beyond them.
+// The first n of the W lanes (0 < n < W), zeros in the others; reads and writes nothing beyond them.
+#if defined(ETE_ISA_avx512)
+inline Vec load_first(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p)}; }
+inline Vec load_first_f16(const uint16_t* p, int64_t n) {
+  return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p))};
+}
+inline void store_first(float* p, Vec a, int64_t n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), a.v); }
+#else
 inline Vec load_first(const float* p, int64_t n) {
   float padded[W] = {};
-  std::memcpy(padded, p, size_t(n) * sizeof(float));
+  for (int64_t i = 0; i < n; ++i) padded[i] = p[i];
   return load(padded);
 }
 inline Vec load_first_f16(const uint16_t* p, int64_t n) {
   uint16_t padded[W] = {};
-  std::memcpy(padded, p, size_t(n) * sizeof(uint16_t));
+  for (int64_t i = 0; i < n; ++i) padded[i] = p[i];
   return load_f16(padded);
 }
 inline void store_first(float* p, Vec a, int64_t n) {
   float padded[W];
   store(padded, a);
-  std::memcpy(p, padded, size_t(n) * sizeof(float));
+  for (int64_t i = 0; i < n; ++i) p[i] = padded[i];
 }
+#endif
 
 }  // namespace ete::ETE_ISA

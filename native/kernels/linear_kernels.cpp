@@ -4,6 +4,7 @@
 #include "kernels/lanes.hpp"
 #include "kernels/linear_parts.hpp"
 #include "kernels/math.hpp"
+#include "kernels/nibbles.hpp"
 
 namespace ete::ETE_ISA {
 
@@ -118,6 +119,7 @@ void finish_tile(const FinishArgs& args, int64_t row, int rows, int64_t tokens, 
 extern const LinearKernels linear_kernels;
 const LinearKernels linear_kernels = {
     .group_sums = group_sums,
+    .order_nibbles = order_nibbles,
     .gemv = gemv,
     .finish_rows = finish_rows,
     .pack_tokens = pack_tokens,
