@@ -156,6 +156,7 @@ ACCEPTED: list[tuple[str, dict[str, object], dict[str, object]]] = [
     ("gemma2", {"{arch}.attention.sliding_window": MISSING}, {"layer_windows": (4096, None, 4096)}),
     ("gemma2", {"{arch}.attn_logit_softcapping": MISSING}, {"attention_softcap": 50.0}),
     ("gemma2", {"{arch}.final_logit_softcapping": MISSING}, {"final_softcap": 30.0}),
+    ("gemma3", {"{arch}.mm.tokens_per_image": 256, "{arch}.vision.block_count": 27}, {}),
     ("gemma3", {"{arch}.attention.sliding_window": MISSING}, {"layer_windows": (None,) * 7, "layer_ropes": (0,) * 7}),
     (
         "gemma3",

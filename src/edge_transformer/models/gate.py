@@ -173,6 +173,10 @@ class FieldReader:
         """Name fields that are known not to affect the text forward pass."""
         self._explained.update(names)
 
+    def ignore_prefixes(self, *prefixes: str) -> None:
+        """Name whole families of fields that are known not to affect the text forward pass."""
+        self.ignore([name for name in self._raw if name.startswith(prefixes)])
+
     def finish(self) -> None:
         """Refuse the first field, here or in a section, that was neither read nor named as without effect."""
         for name in self._raw:

@@ -39,6 +39,7 @@ def _read_gguf(fields: GgufFields) -> ModelConfig:
     model = fields.model
     if "rope.freq_base" not in model:
         model.refuse("rope.freq_base", "it is needed")
+    model.ignore_prefixes("mm.", "vision.")  # how images would be fed in; the text alone does not use it
     base = read_gguf_common(fields, "gemma3", layers_of_27b=_LAYERS_OF_27B)
     window = model.optional_integer("attention.sliding_window")
     sliding = gguf_config.read_sliding_layers(fields, base.num_layers, _PERIOD)

@@ -46,7 +46,7 @@ def gguf_fields(checkpoint: Checkpoint, architecture: str) -> GgufFields:
     model = {key.removeprefix(own): value for key, value in checkpoint.metadata.items() if key.startswith(own)}
     rest = {key: value for key, value in checkpoint.metadata.items() if not key.startswith(own)}
     general = FieldReader(rest, where)
-    general.ignore([key for key in rest if key.startswith(_DESCRIPTIVE_PREFIXES)])
+    general.ignore_prefixes(*_DESCRIPTIVE_PREFIXES)
     general.only("general.type", "model")
     return GgufFields(FieldReader(model, where, own), general, checkpoint.tensors)
 
