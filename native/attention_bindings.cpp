@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -35,17 +36,23 @@ T* at(Address address) {
 template <typename T, int Dimensions>
 using Array = nb::ndarray<const T, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
 
+// For what is checked seldom: the message is built in any case.
 void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
+// The kernels compare positions as floats.
+constexpr int64_t kMaxPosition = int64_t(1) << 24;
+
 void check_positions(const BatchView& batch) {
-  for (const TileTable& table : batch.tables) {
-    for (int64_t row = 0; row < batch.rows; ++row) {
-      const int64_t position = batch.positions[row];
-      require(position >= 0 && position / kTilePositions < table.tiles_per_sequence,
-              "row " + std::to_string(row) + " has position " + std::to_string(position) + "; its tile table has " +
-                  std::to_string(table.tiles_per_sequence) + " tiles of 512 positions");
+  int64_t tiles = kMaxPosition / kTilePositions;
+  for (const TileTable& table : batch.tables) tiles = std::min(tiles, table.tiles_per_sequence);
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    const int64_t position = batch.positions[row];
+    if (position < 0 || position / kTilePositions >= tiles) {
+      throw std::invalid_argument("row " + std::to_string(row) + " has position " + std::to_string(position) +
+                                  "; a tile table of the pass has " + std::to_string(tiles) +
+                                  " tiles of 512 positions");
     }
   }
 }
@@ -56,8 +63,10 @@ void check_spans(const BatchView& batch) {
     require(span.row_start == row && span.row_count > 0 && row + span.row_count <= batch.prompt_rows,
             "prompt spans must follow each other and cover the prompt rows");
     for (int64_t i = 0; i < span.row_count; ++i, ++row) {
-      require(batch.positions[row] == span.position + i && batch.row_sequence[row] == span.sequence,
-              "row " + std::to_string(row) + " does not have the position and sequence of its prompt span");
+      if (batch.positions[row] != span.position + i || batch.row_sequence[row] != span.sequence) {
+        throw std::invalid_argument("row " + std::to_string(row) +
+                                    " does not have the position and sequence of its prompt span");
+      }
     }
   }
   require(row == batch.prompt_rows, "prompt spans must cover the prompt rows");
@@ -122,10 +131,10 @@ class AttentionOp {
   void append(const BatchView& batch, Address q, Address k, Address v, Address q_norm, Address k_norm,
               float eps) const {
     check(batch);
-    if (layer_.rope >= 0) {
-      require(layer_.rope < int(batch.ropes.size()) && 2 * batch.ropes[layer_.rope].half == layer_.rotary_dim,
-              "the batch has no cos and sin of rope " + std::to_string(layer_.rope) + " for " +
-                  std::to_string(layer_.rotary_dim) + " rotated columns");
+    if (layer_.rope >= int(batch.ropes.size()) ||
+        (layer_.rope >= 0 && 2 * batch.ropes[layer_.rope].half != layer_.rotary_dim)) {
+      throw std::invalid_argument("the batch has no cos and sin of rope " + std::to_string(layer_.rope) + " for " +
+                                  std::to_string(layer_.rotary_dim) + " rotated columns");
     }
     for (int64_t row = 0; row < batch.rows; ++row) {
       const int64_t position = batch.positions[row];
@@ -158,16 +167,19 @@ class AttentionOp {
 
  private:
   void check(const BatchView& batch) const {
-    require(layer_.layer < int(batch.tables.size()),
-            "the batch has no tile table of layer " + std::to_string(layer_.layer));
+    if (layer_.layer >= int(batch.tables.size())) {
+      throw std::invalid_argument("the batch has no tile table of layer " + std::to_string(layer_.layer));
+    }
   }
 
   // Positions first to last are about to be read or written: their tiles must be there.
   void check_tiles(const BatchView& batch, int64_t sequence, int64_t first, int64_t last) const {
     const int64_t* tiles = batch.tiles(layer_.layer, sequence);
     for (int64_t tile = first / kTilePositions; tile <= last / kTilePositions; ++tile) {
-      require(tiles[tile] != 0, "layer " + std::to_string(layer_.layer) + ", sequence " + std::to_string(sequence) +
+      if (tiles[tile] == 0) {
+        throw std::invalid_argument("layer " + std::to_string(layer_.layer) + ", sequence " + std::to_string(sequence) +
                                     ": KV tile " + std::to_string(tile) + " is needed but freed");
+      }
     }
   }
 

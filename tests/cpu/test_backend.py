@@ -147,7 +147,11 @@ def test_attention_that_does_not_fit_is_refused() -> None:
     refuse("head_dim is 20", replace(shape, head_dim=20), batch)
     refuse("head_dim is 264", replace(shape, head_dim=264), batch)
     refuse("no tile table of layer 1", replace(shape, layer=1), batch)
-    refuse("position 600; its tile table has 1", shape, replace(batch, positions=np.array([30, 31, 32, 600], np.int32)))
+    refuse(
+        "position 600; a tile table of the pass has 1 tiles",
+        shape,
+        replace(batch, positions=np.array([30, 31, 32, 600], np.int32)),
+    )
     refuse("row 1 does not have the position", shape, replace(batch, positions=np.array([30, 32, 33, 39], np.int32)))
     refuse("cover the prompt rows", shape, replace(batch, prompt_spans=(PromptSpan(0, 2, 30, 0),)))
     refuse(
