@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_files import SPECIAL, byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from edge_transformer.errors import TextError
 from edge_transformer.text.gguf_tokenizer import gguf_tokenizer
@@ -179,6 +179,35 @@ def test_sentencepiece_ids(text: str, order: list[str], equal: bool) -> None:
     tokenizer = gguf_tokenizer(metadata)
     assert tokenizer.encode(text) == naive_sentencepiece(text, pieces, all_scores.tolist())
     assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+
+
+def as_tokenizers_package(pieces: list[str]) -> Tokenizer:
+    """The same vocabulary as in a folder like Llama 2: every way to split a piece is a merge, best score first."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for name in [*(f"<0x{byte:02X}>" for byte in range(256)), *pieces]:
+        vocab[name] = len(vocab)
+    splits = [(piece[:i], piece[i:]) for piece in pieces for i in range(1, len(piece))]
+    merges = [(left, right) for left, right in splits if left in vocab and right in vocab]
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("<s>", "</s>")])
+    return backend
+
+
+LETTERS = ("a", "b", "e", "h", "i", "n", "r", "t", "▁")
+WORDS = ("▁t", "he", "▁the", "in", "er", "ab", "ba", "▁a", "▁▁", "the", "inn", "▁in")
+
+
+@given(
+    text=st.text(st.sampled_from(list("abehinrt  é😀\n")), max_size=40),
+    special=st.sampled_from(["", "<s>", "</s>"]),
+    words=st.permutations(WORDS),
+)
+def test_sentencepiece_with_space_prefix_as_in_a_folder(text: str, special: str, words: list[str]) -> None:
+    pieces = [*words, *LETTERS]
+    tokenizer = gguf_tokenizer(sentencepiece_metadata(pieces))
+    joined = text[:20] + special + text[20:]
+    assert tokenizer.encode(joined, add_bos=False) == as_tokenizers_package(pieces).encode(joined).ids
 
 
 def test_sentencepiece_settings() -> None:
