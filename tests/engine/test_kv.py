@@ -137,7 +137,7 @@ def _filled(shape: StateShape, length: int, seed: int = 0) -> Sequence:
     return sequence
 
 
-SHAPE = StateShape((SMALL, WINDOWED), "model-a")
+SHAPE = StateShape((SMALL, WINDOWED), lambda: "model-a")
 
 
 @pytest.mark.parametrize("length", [0, 1, 511, 512, 513, 1300])
@@ -158,7 +158,7 @@ def test_saved_state_comes_back(tmp_path: Path, length: int) -> None:
 def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
     _filled(SHAPE, 700).save(tmp_path / "state")
     with pytest.raises(FormatError, match="another model"):
-        Sequence.load(tmp_path / "state", StateShape((SMALL, WINDOWED), "model-b"))
+        Sequence.load(tmp_path / "state", StateShape((SMALL, WINDOWED), lambda: "model-b"))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 5000, -1])
@@ -185,6 +185,6 @@ def test_truncate_answers_with_what_is_left() -> None:
 
 
 def test_truncate_without_windows_keeps_any_length() -> None:
-    sequence = _filled(StateShape((SMALL,), "x"), 1300)
+    sequence = _filled(StateShape((SMALL,), lambda: "x"), 1300)
     assert sequence.truncate(300) == 300
     sequence.close()

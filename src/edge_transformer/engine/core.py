@@ -4,7 +4,6 @@ holds.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
@@ -101,7 +100,7 @@ class Engine:
         shapes = forward.attention_shapes(self.config, kv_dtype)
         self.state_shape = StateShape(
             layers=tuple(TileGeometry(s.kv_heads, s.head_dim, kv_dtype, s.window) for s in shapes),
-            fingerprint=_fingerprint(checkpoint, spec, kv_dtype),
+            identity=lambda: _identity(checkpoint, spec, kv_dtype),
         )
         self._ropes = [(rope, inverse_frequencies(rope)) for rope in self.config.ropes]
         following = [vectors["attn_norm"] for vectors in weights.vectors[1:]] + [weights.final_norm]
@@ -320,11 +319,8 @@ def _tile_tables(sequences: AbstractSequence[Sequence], layers: int) -> tuple[np
     return tuple(tables)
 
 
-def _fingerprint(checkpoint: Checkpoint, spec: ModelSpec, kv_dtype: DType) -> str:
-    """Identifies a model and cache dtype for saved states: configuration, tensor index and sizes, not the weights'
-    bytes.
-    """
-    digest = hashlib.sha256(repr((spec.config, str(kv_dtype))).encode())
-    for name, info in checkpoint.tensors.items():
-        digest.update(f"{name} {info.shape} {info.format} {info.offset} {info.nbytes}\n".encode())
-    return digest.hexdigest()
+def _identity(checkpoint: Checkpoint, spec: ModelSpec, kv_dtype: DType) -> str:
+    """Tells models and cache dtypes apart in saved states: configuration, tensor index and sizes, not the weights."""
+    lines = [repr((spec.config, str(kv_dtype)))]
+    lines += [f"{name} {t.shape} {t.format} {t.offset} {t.nbytes}" for name, t in checkpoint.tensors.items()]
+    return "\n".join(lines)

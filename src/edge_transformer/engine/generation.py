@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,9 @@ from edge_transformer.engine.sampling import GenerationConfig, TokenLogprobs, sa
 from edge_transformer.engine.sequence import Sequence as EngineSequence
 from edge_transformer.text.stop import StopStrings
 from edge_transformer.text.stream import StreamDecoder
-from edge_transformer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edge_transformer.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +173,9 @@ class Stream(Iterator[str]):
                 elif len(sequence) + 1 > self._context_length:
                     state.finish_reason = "context"
                 if state.finish_reason != "interrupted" and not hit:
-                    rest, _ = stops.push(decoder.finish())
+                    rest, hit = stops.push(decoder.finish())
                     piece += rest + stops.flush()
+                    state.finish_reason = "stop" if hit else state.finish_reason
                 if piece:
                     state.text.append(piece)
                     yield piece

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,12 @@ from edge_transformer.models.read import read_model
 from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS
 from edge_transformer.ops.tensor import DType
-from edge_transformer.text.chat_template import ChatTemplate, missing_chat_template
-from edge_transformer.text.load import load_text
-from edge_transformer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edge_transformer.formats.checkpoint import Checkpoint
+    from edge_transformer.text.chat_template import ChatTemplate
+    from edge_transformer.text.load import ModelText
+    from edge_transformer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
 """One chat message: {"role": "system" | "user" | "assistant", "content": "…"}."""
@@ -74,7 +77,7 @@ class LLM:
             self._backend, pool = _make_backend(backend, threads)
             # The tokenizer is built in a second thread: weights are re-arranged by native code meanwhile.
             with ThreadPoolExecutor(1) as executor:
-                text = executor.submit(load_text, self._checkpoint)
+                text = executor.submit(_load_text, self._checkpoint)
                 weights = HostWeights(self._checkpoint, self._spec, pool, progress)
                 self._text = text.result()
             self.engine = Engine(self._checkpoint, self._spec, self._backend, weights, KV_DTYPES[kv_dtype])
@@ -127,6 +130,8 @@ class LLM:
                 raise UsageError("raw=True takes a text, not messages")
             return self.tokenizer.encode(prompt)
         if self.chat_template is None:
+            from edge_transformer.text.chat_template import missing_chat_template
+
             raise missing_chat_template(self.path)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         # The template writes the begin-of-sequence token itself where the model wants one.
@@ -262,6 +267,13 @@ def make_config(config: GenerationConfig | None, overrides: Mapping[str, Any]) -
         known = ", ".join(GenerationConfig.__dataclass_fields__)
         raise UsageError(f"unknown generation setting {unknown[0]!r}; known: {known}")
     return replace(config, **overrides)
+
+
+def _load_text(checkpoint: Checkpoint) -> ModelText:
+    # Imported in the loading thread, beside the weights.
+    from edge_transformer.text.load import load_text
+
+    return load_text(checkpoint)
 
 
 def _context_length(config: ModelConfig, asked: int | None) -> int:

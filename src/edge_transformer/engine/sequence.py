@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -17,14 +17,21 @@ from edge_transformer.ops.batch import KV_TILE_POSITIONS
 _SAVE_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
 class StateShape:
-    """What a model's per-sequence state looks like, and a fingerprint of model and cache dtype that saved states
-    carry.
+    """What a model's per-sequence state looks like. `identity` describes the model and the cache dtype: states saved
+    with another description are refused.
     """
 
-    layers: tuple[TileGeometry, ...]
-    fingerprint: str
+    def __init__(self, layers: tuple[TileGeometry, ...], identity: Callable[[], str]) -> None:
+        self.layers = layers
+        self._identity = identity
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the identity, in hexadecimal."""
+        import hashlib
+
+        return hashlib.sha256(self._identity().encode()).hexdigest()
 
 
 class Sequence:
@@ -110,6 +117,8 @@ class Sequence:
         """Read what `save` wrote. Raises FormatError when the file is damaged or was made with another model or KV
         dtype.
         """
+        from zipfile import BadZipFile
+
         sequence = cls(shape)
         try:
             with np.load(path, allow_pickle=False) as archive:

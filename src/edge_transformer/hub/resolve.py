@@ -6,7 +6,6 @@ from pathlib import Path
 
 from edge_transformer.errors import ModelNotFoundError
 from edge_transformer.hub.demo import DEMO_NAME, cached_demo
-from edge_transformer.hub.huggingface import cache_root, cached_model, parse_hub_name, pull_model
 from edge_transformer.hub.progress import Progress, silent
 
 
@@ -28,6 +27,9 @@ def resolve(name: str | Path, *, offline: bool = False, progress: Progress | Non
         return _pull_demo(progress)
     if (local := _local(name)) is not None:
         return local
+    # Imported here, so that a model on this machine opens without the code that talks to a hub.
+    from edge_transformer.hub.huggingface import cache_root, cached_model, parse_hub_name, pull_model
+
     hub_name = parse_hub_name(str(name)) if isinstance(name, str) else None
     if hub_name is None:
         raise _not_found(name)
@@ -49,6 +51,8 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
     progress = progress or silent
     if name == DEMO_NAME:
         return _pull_demo(progress)
+    from edge_transformer.hub.huggingface import parse_hub_name, pull_model
+
     hub_name = parse_hub_name(name)
     if hub_name is None:
         raise _not_found(name)
