@@ -1,4 +1,4 @@
-"""Speed of attention: microseconds, GB/s of keys and values (decode), GFLOP/s (prompt), beside what the op must move.
+"""Speed of attention and norms: microseconds, GB/s of what the op must move, GFLOP/s.
 
     python benchmarks/attention.py [--threads 1 2] [--isa avx512 ...] [--kv bf16 f32] [--heads 9 3 64] [--layers 4]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from edge_transformer import _native
 from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.ops.backend import AttentionShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch, PromptSpan
-from edge_transformer.ops.contracts import attention_decode_bytes, attention_flops
+from edge_transformer.ops.contracts import add_norm_bytes, attention_decode_bytes, attention_flops
 from edge_transformer.ops.tensor import DType, tensor_of
 
 DECODE_CONTEXTS = (128, 2048, 32768)
@@ -48,18 +49,39 @@ def make_pass(layers: int, shape: AttentionShape, position: int, rows: int) -> t
     return batch, memory
 
 
-def microseconds(backend: CpuBackend, shapes: list[AttentionShape], batch: Batch, rounds: int) -> list[float]:
-    q = np.random.default_rng(1).standard_normal((batch.rows, shapes[0].heads * shapes[0].head_dim), dtype=np.float32)
-    out = np.empty_like(q)
-    backend.reserve(batch.rows, 32, shapes)
-    handles = tensor_of(q), tensor_of(out)
+def microseconds(run: Callable[[AttentionShape], None], shapes: list[AttentionShape], rounds: int) -> list[float]:
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
         for shape in shapes:
-            backend.attention(handles[0], shape, handles[1], batch)
+            run(shape)
         times.append((time.perf_counter() - start) / len(shapes) * 1e6)
     return times
+
+
+def report(label: str, times: list[float], moved: int, flops: int) -> None:
+    best = min(times)
+    print(
+        f"{label}{statistics.median(times):10.1f}{best:10.1f}{moved / 1e6:8.2f}{flops / 1e6:9.1f}  "
+        f"{moved / best / 1e3:.1f} GB/s, {flops / best / 1e3:.1f} GFLOP/s"
+    )
+
+
+def measure(
+    backend: CpuBackend, shapes: list[AttentionShape], name: str, batch: Batch, label: str, rounds: int
+) -> None:
+    shape, rows, cols = shapes[0], batch.rows, shapes[0].heads * shapes[0].head_dim
+    backend.reserve(rows, 32, shapes)
+    rng = np.random.default_rng(1)
+    q, out = (tensor_of(rng.standard_normal((rows, cols), dtype=np.float32)) for _ in range(2))
+    times = microseconds(lambda shape: backend.attention(q, shape, out, batch), shapes, rounds)
+    first, last = int(batch.positions[0]), int(batch.positions[-1])
+    flops = attention_flops(shape, first, rows)
+    report(f"{label}{name:16}", times, attention_decode_bytes(shape, last), flops)
+    if first == 0 or last == DECODE_CONTEXTS[0] - 1:
+        weight = tensor_of(np.ones(cols, np.float32))
+        times = microseconds(lambda _: backend.add_norm(q, None, None, weight, 1e-6, out, batch), shapes, rounds)
+        report(f"{label}{f'norm, {rows} rows':16}", times, add_norm_bytes(rows, cols, has_delta=False), 4 * rows * cols)
 
 
 def main() -> None:
@@ -72,9 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     heads, kv_heads, head_dim = options.heads
-    print(
-        f"{'isa':8}{'kv':6}{'threads':>8}  {'rows':16}{'median us':>10}{'best us':>10}{'KV MB':>8}{'MFLOP':>9}  at best"
-    )
+    print(f"{'isa':8}{'kv':6}{'threads':>8}  {'rows':16}{'median us':>10}{'best us':>10}{'MB':>8}{'MFLOP':>9}  at best")
     for kv in options.kv:
         shapes = [
             AttentionShape(layer, heads, kv_heads, head_dim, 0, None, head_dim**-0.5, None, None, DType(kv))
@@ -87,16 +107,7 @@ def main() -> None:
             for threads in options.threads:
                 backend = CpuBackend(threads, isa)
                 for name, batch, _memory in passes:
-                    times = microseconds(backend, shapes, batch, options.rounds)
-                    first, last = int(batch.positions[0]), int(batch.positions[-1])
-                    moved = attention_decode_bytes(shapes[0], last)
-                    flops = attention_flops(shapes[0], first, batch.rows)
-                    best = min(times)
-                    print(
-                        f"{isa:8}{kv:6}{threads:8}  {name:16}{statistics.median(times):10.1f}{best:10.1f}"
-                        f"{moved / 1e6:8.2f}{flops / 1e6:9.1f}  "
-                        f"{moved / best / 1e3:.1f} GB/s, {flops / best / 1e3:.1f} GFLOP/s"
-                    )
+                    measure(backend, shapes, name, batch, f"{isa:8}{kv:6}{threads:8}  ", options.rounds)
                 backend.close()
 
 
