@@ -1,12 +1,17 @@
-"""Settings that all tests share: how hypothesis runs, and the golden group's need for the reference packages."""
+"""Settings that all tests share: how hypothesis runs, Ctrl-C, and the golden group's need for the reference packages."""
 
 import importlib.util
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("default")
+
+# A shell starts what it runs in the background with SIGINT ignored, and the programs that tests interrupt inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REFERENCE_PACKAGES = ("torch", "transformers")
 
