@@ -1,4 +1,4 @@
-"""Settings that all tests share: how hypothesis runs, Ctrl-C, and the golden group's need for the reference packages."""
+"""Settings that all tests share: how hypothesis runs, Ctrl-C, and what the golden group needs."""
 
 import importlib.util
 import signal
