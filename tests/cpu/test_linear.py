@@ -8,8 +8,9 @@ import pytest
 
 from cpu.made_weights import MadeWeight, make_weight
 from edge_transformer import _native
-from edge_transformer.cpu.linear import TOLERANCE, LinearOps, linear_workspace
+from edge_transformer.cpu.linear import LinearOps, linear_workspace
 from edge_transformer.formats.weight import FORMATS, Weight, WeightFormat
+from edge_transformer.ops.contracts import CONTRACTS
 from edge_transformer.ops.tensor import Tensor, tensor_of
 
 F32 = npt.NDArray[np.float32]
@@ -55,7 +56,8 @@ def product(ops: LinearOps, weight: Weight, x: F32, prompt_rows: int) -> F32:
 def assert_close(got: F32, made: MadeWeight, x: F32) -> None:
     exact = x.astype(np.float64) @ made.values.astype(np.float64).T
     magnitude = np.abs(x).astype(np.float64) @ np.abs(made.values).astype(np.float64).T
-    assert (np.abs(got - exact) <= TOLERANCE * magnitude).all(), np.max(np.abs(got - exact) / magnitude)
+    error = np.abs(got - exact) / magnitude
+    assert (error <= CONTRACTS["linear_group"].eps).all(), error.max()
 
 
 def columns_of(weight_format: WeightFormat) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""The ops on the native CPU library: one wrapper per op, a persistent thread pool, instruction sets chosen at run time."""
+"""The ops on the native CPU library: a persistent thread pool, instruction sets chosen at run time."""

@@ -1,7 +1,7 @@
 """Matrix products and embedding rows on the native library, straight from the planes of the weights.
 
 Contract of a product y = x @ w.T, for every weight format (w: dequantized values equal to the gguf package's):
-    |y - y64| <= TOLERANCE * sum_k |w_k| |x_k|, y64 the same product in fp64.
+    |y - y64| <= CONTRACTS["linear_group"].eps * sum_k |w_k| |x_k|, y64 the same product in fp64 (ops/contracts.py).
 Row r of y depends on row r of x and its kind alone, bit for bit: prompt rows take the GEMM, decode rows the GEMV.
 Scratch: `linear_workspace(rows, cols)`, reserved in the pool at load. Bytes moved: the planes once per 512 prompt rows
 and once per 8 decode rows.
@@ -17,9 +17,6 @@ import numpy.typing as npt
 from edge_transformer import _native
 from edge_transformer.formats.weight import Weight, WeightFormat
 from edge_transformer.ops.tensor import Tensor
-
-TOLERANCE = 1e-6
-"""Of a product, relative to the sum of its terms' magnitudes."""
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 _FORMAT_INDEX = {weight_format: index for index, weight_format in enumerate(WeightFormat)}
