@@ -95,18 +95,23 @@ void decode_rows(ThreadPool& pool, const LinearKernels& kernels, std::span<const
 void prompt_rows_block(ThreadPool& pool, const LinearKernels& kernels, std::span<const LinearPart> parts,
                        const float* x, int64_t cols, int64_t first_token, int64_t tokens) {
   auto* xt = reinterpret_cast<float*>(pool.shared_scratch());
-  const int64_t vectors = round_up(tokens, kTokenVector) / kernels.lanes;
+  const int64_t vectors = (tokens + kernels.lanes - 1) / kernels.lanes;
   pool.run(vectors, 1, [&](int, int64_t begin, int64_t end) { kernels.pack_tokens(x, tokens, cols, begin, end, xt); });
 
   pool.run(total_rows(parts), kRowGrain, [&](int thread, int64_t begin, int64_t end) {
     auto* block = reinterpret_cast<float*>(pool.thread_scratch(thread));
-    float* first = block + kGemmRows * kGemmRowPitch;
+    float* first = block + kGemmBlock;
     float* second = first + kGemmRows * kTilePitch;
     for_parts(parts, begin, end, [&](const LinearPart& part, int64_t part_begin, int64_t part_end) {
       for (int64_t row = part_begin; row < part_end; row += kGemmRows) {
         const int rows = int(std::min<int64_t>(kGemmRows, part_end - row));
-        kernels.gemm(part.weight, row, rows, xt, vectors, block, first);
-        if (part.second) kernels.gemm(*part.second, row, rows, xt, vectors, block, second);
+        const UpcomingRows next{&part.weight, row + rows, int(std::min<int64_t>(kGemmRows, part_end - row - rows))};
+        if (part.second) {
+          kernels.gemm(part.weight, row, rows, xt, tokens, block, first, {part.second, row, rows});
+          kernels.gemm(*part.second, row, rows, xt, tokens, block, second, next);
+        } else {
+          kernels.gemm(part.weight, row, rows, xt, tokens, block, first, next);
+        }
         kernels.finish_tile(at_token(part.finish, first_token), row, rows, tokens, first, second);
       }
     });
@@ -119,7 +124,7 @@ LinearWorkspace linear_workspace(int64_t rows, int64_t cols) {
   const int64_t packed = std::min<int64_t>(round_up(rows, kTokenVector), kGemmTokens) * cols;
   const int64_t per_row =
       sums_stride(cols) + round_up(cols, kOrderedPadding) + (cols % kGroup ? round_up(cols, kGroup) : 0);
-  const int64_t thread = kGemmRows * (kGemmRowPitch + 2 * kTilePitch);
+  const int64_t thread = kGemmBlock + 2 * kGemmRows * kTilePitch;
   return {std::max(packed, rows * per_row) * int64_t(sizeof(float)), thread * int64_t(sizeof(float))};
 }
 

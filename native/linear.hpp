@@ -18,6 +18,8 @@ constexpr int kTokenVector = 16;               // token counts are padded to thi
 constexpr int kSumsPadding = 16;               // group sums of a row are padded to this
 constexpr int kOrderedPadding = 128;           // columns; the widest vector of 4-bit codes
 constexpr int kGemmRowPitch = kGemmCols + 16;  // floats between dequantized rows: not a power of two
+constexpr int kGemmPanel = 12;                 // weight rows dequantized together, at most
+constexpr int kGemmBlock = kGemmPanel * kGemmRowPitch;
 constexpr int kTilePitch = kGemmTokens + kTokenVector;  // floats between rows of a tile of results
 
 // What happens to a product before it is stored. Gated kinds take a second product: activation(first) * second.
@@ -47,6 +49,13 @@ constexpr bool is_nibble_format(Format format) {
   return format == Format::Q4_0 || format == Format::Q4_1 || format == Format::Q4_K;
 }
 
+// Rows [row, row + rows) of a weight, to be fetched ahead of their use. No rows: nothing.
+struct UpcomingRows {
+  const WeightView* weight;
+  int64_t row;
+  int rows;
+};
+
 // The kernels of one instruction set, in a constant `linear_kernels` of its namespace.
 struct LinearKernels {
   // sums[g] = sum of x[32 g .. 32 g + 31].
@@ -62,10 +71,10 @@ struct LinearKernels {
   // Token vectors [begin, end) of x [tokens][cols] as xt[vector][cols][lane], lanes without a token zero.
   void (*pack_tokens)(const float* x, int64_t tokens, int64_t cols, int64_t begin, int64_t end, float* xt);
   int lanes;
-  // tile[r * kTilePitch + t] = weight row (row + r) . token t, for r < rows <= kGemmRows and all lanes of `vectors`
-  // token vectors. `block`: kGemmRows * kGemmRowPitch floats of scratch.
-  void (*gemm)(const WeightView& weight, int64_t row, int rows, const float* xt, int64_t vectors, float* block,
-               float* tile);
+  // tile[r * kTilePitch + t] = weight row (row + r) . token t, for r < rows <= kGemmRows and t < tokens; the tile's
+  // other columns are left undefined. `block`: kGemmBlock floats of scratch; `upcoming`: what the next call will read.
+  void (*gemm)(const WeightView& weight, int64_t row, int rows, const float* xt, int64_t tokens, float* block,
+               float* tile, const UpcomingRows& upcoming);
   void (*finish_tile)(const FinishArgs& args, int64_t row, int rows, int64_t tokens, float* first, const float* second);
   // out[c] = scale * weight[row][c].
   void (*gather_row)(const WeightView& weight, int64_t row, float scale, float* out);

@@ -4,6 +4,7 @@
 
 #include "bindings.hpp"
 #include "isa.hpp"
+#include "memory_speed.hpp"
 #include "thread_pool.hpp"
 
 namespace nb = nanobind;
@@ -15,6 +16,14 @@ void bind_pool(nb::module_& m) {
       .def(nb::init<int>(), nb::arg("threads"))
       .def_prop_ro("threads", &ThreadPool::threads)
       .def("reserve", &ThreadPool::reserve, nb::arg("shared_bytes"), nb::arg("thread_bytes"));
+  m.def(
+      "read_memory",
+      [](ThreadPool& pool, uint64_t address, int64_t bytes) {
+        const nb::gil_scoped_release release;
+        return read_memory(pool, reinterpret_cast<const void*>(address), bytes);
+      },
+      nb::arg("pool"), nb::arg("address"), nb::arg("nbytes"),
+      "Reads the whole 4096-byte blocks of memory once on all threads: the machine's read bandwidth, when timed.");
   m.def("available_instruction_sets", &available_instruction_sets,
         "Instruction sets that this processor has and this build holds, slowest first.");
   m.def("instruction_set_index", &instruction_set_index, nb::arg("name"),
