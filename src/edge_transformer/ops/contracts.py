@@ -29,7 +29,12 @@ _PRODUCT = "sum over columns of |x| |w|, plus |bias|, plus |residual| where one 
 
 CONTRACTS: dict[str, Contract] = {
     "gather_rows": Contract(1.2e-7, "|result|: one rounding, of scale * value"),
-    "add_norm": Contract(1e-6, "|residual| before + |delta| (normalised) for residual; that, normalised, for out"),
+    # A column's own error, and that of the row's scale through its largest relative error.
+    "add_norm": Contract(
+        1e-6,
+        "p = |residual| before + |delta| normalised, for residual; "
+        "(p + |residual| * max(p) / rms) / rms * |weight| for out, rms of the new residual's row",
+    ),
     "linear_group": Contract(1e-6, _PRODUCT),
     "linear_add": Contract(1e-6, _PRODUCT),
     "qk_norm_rope_append": Contract(
