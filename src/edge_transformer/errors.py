@@ -70,6 +70,12 @@ class CapacityError(EdgeTransformerError):
     exit_code = 9
 
 
+class GpuError(EdgeTransformerError):
+    """A call of the GPU driver or compiler failed; names the call, its arguments and what was being done."""
+
+    exit_code = 10
+
+
 class UsageError(EdgeTransformerError):
     """An argument has a value outside its range; names argument, value and range."""
 
