@@ -77,9 +77,9 @@ void Scratch::reserve(size_t bytes) {
 
 ThreadPool::ThreadPool(int threads) : threads_(std::max(1, threads)), forks_(current_forks()) {
   const BlockedSignals blocked;
-  workers_.reserve(threads_ - 1);
+  workers_->reserve(threads_ - 1);
   try {
-    for (int thread = 1; thread < threads_; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+    for (int thread = 1; thread < threads_; ++thread) workers_->emplace_back([this, thread] { work(thread); });
   } catch (...) {
     stop();
     throw;
@@ -88,8 +88,9 @@ ThreadPool::ThreadPool(int threads) : threads_(std::max(1, threads)), forks_(cur
 
 ThreadPool::~ThreadPool() {
   if (forked()) {
-    // The threads are the parent's. Neither joining nor destroying their handles has a meaning here.
-    new std::vector<std::thread>(std::move(workers_));
+    // The threads are the parent's: joining them, or destroying what they wait on, would wait for ever.
+    (void)workers_.release();
+    (void)wake_.release();
     return;
   }
   stop();
@@ -102,9 +103,9 @@ void ThreadPool::stop() {
     const std::lock_guard lock(mutex_);
     stopping_.store(true, std::memory_order_seq_cst);
   }
-  wake_.notify_all();
-  for (auto& worker : workers_) worker.join();
-  workers_.clear();
+  wake_->notify_all();
+  for (auto& worker : *workers_) worker.join();
+  workers_->clear();
 }
 
 void ThreadPool::reserve(size_t shared_bytes, size_t thread_bytes) {
@@ -131,7 +132,7 @@ void ThreadPool::dispatch() {
     {
       const std::lock_guard lock(mutex_);
     }
-    wake_.notify_all();
+    wake_->notify_all();
   }
   run_part(0);
   for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins) {
@@ -153,7 +154,7 @@ void ThreadPool::work(int thread) {
       if ((++spins & 63) == 0 && std::chrono::steady_clock::now() > deadline) {
         std::unique_lock lock(mutex_);
         parked_.fetch_add(1, std::memory_order_seq_cst);
-        wake_.wait(lock, [&] { return generation_.load(std::memory_order_seq_cst) != seen || stopping_.load(); });
+        wake_->wait(lock, [&] { return generation_.load(std::memory_order_seq_cst) != seen || stopping_.load(); });
         parked_.fetch_sub(1, std::memory_order_seq_cst);
       }
     }

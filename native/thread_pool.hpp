@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -82,8 +83,9 @@ class ThreadPool {
   alignas(64) std::atomic<int> parked_{0};
   std::atomic<bool> stopping_{false};
   std::mutex mutex_;
-  std::condition_variable wake_;
-  std::vector<std::thread> workers_;
+  // Apart from the pool, so that a child process can leave them behind.
+  std::unique_ptr<std::condition_variable> wake_ = std::make_unique<std::condition_variable>();
+  std::unique_ptr<std::vector<std::thread>> workers_ = std::make_unique<std::vector<std::thread>>();
   Scratch shared_;
   Scratch private_;
   size_t thread_bytes_ = 0;
