@@ -196,19 +196,6 @@ struct Decoder<Format::Q8_0> {
   }
 };
 
-// Eight 6-bit scales and eight 6-bit minimums in 12 bytes, as GGUF packs them: bytes 0-3 and 4-7 hold numbers 0-3 of
-// each in their low six bits, bytes 8-11 the low four bits of numbers 4-7; the two bits over them are the top of bytes
-// 0-7.
-inline void unpack_6bit(const uint8_t* p, int8_t (&out)[16]) {
-  uint32_t a, b, c;
-  std::memcpy(&a, p, 4);
-  std::memcpy(&b, p + 4, 4);
-  std::memcpy(&c, p + 8, 4);
-  const uint32_t words[4] = {a & 0x3f3f3f3fu, (c & 0x0f0f0f0fu) | ((a >> 2) & 0x30303030u),  //
-                             b & 0x3f3f3f3fu, ((c >> 4) & 0x0f0f0f0fu) | ((b >> 2) & 0x30303030u)};
-  std::memcpy(out, words, 16);
-}
-
 inline float half_at(const uint8_t* p) {
   uint16_t bits;
   std::memcpy(&bits, p, 2);
@@ -218,6 +205,70 @@ inline float half_at(const uint8_t* p) {
   return _cvtsh_ss(bits);
 #endif
 }
+
+// Scales d * n and minimums -dmin * n of one superblock from d, dmin (f16) and 12 bytes of eight 6-bit numbers n of
+// each, as GGUF packs them: bytes 0-3 and 4-7 hold scales and minimums 0-3 in their low six bits, bytes 8-11 the low
+// four bits of scales (low nibbles) and minimums (high nibbles) 4-7; the two bits over them are the top of bytes 0-7.
+#if defined(ETE_ISA_plain)
+inline void super_scales(const uint8_t* p, int64_t n, float* s, float* m) {
+  for (int64_t done = 0; done < n; done += 8, p += 16) {
+    uint32_t a, b, c;
+    std::memcpy(&a, p + 4, 4);
+    std::memcpy(&b, p + 8, 4);
+    std::memcpy(&c, p + 12, 4);
+    const uint32_t words[4] = {a & 0x3f3f3f3fu, (c & 0x0f0f0f0fu) | ((a >> 2) & 0x30303030u),  //
+                               b & 0x3f3f3f3fu, ((c >> 4) & 0x0f0f0f0fu) | ((b >> 2) & 0x30303030u)};
+    int8_t numbers[16];
+    std::memcpy(numbers, words, 16);
+    for (int i = 0; i < 8; i += W) {
+      store(s + done + i, set1(half_at(p)) * load_i8(numbers + i));
+      store(m + done + i, set1(-half_at(p + 2)) * load_i8(numbers + 8 + i));
+    }
+  }
+}
+#else
+struct SuperNumbers {
+  __m128i numbers;  // eight scales, then eight minimums
+  __m128 factors;   // d, -dmin
+};
+inline SuperNumbers super_numbers(const uint8_t* p) {
+  const __m128i block = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i low =
+      _mm_and_si128(_mm_srlv_epi32(_mm_shuffle_epi32(block, _MM_SHUFFLE(3, 2, 3, 1)), _mm_setr_epi32(0, 0, 0, 4)),
+                    _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f));
+  const __m128i high = _mm_and_si128(_mm_srli_epi32(_mm_shuffle_epi32(block, _MM_SHUFFLE(2, 2, 1, 1)), 2),
+                                     _mm_setr_epi32(0, 0x30303030, 0, 0x30303030));
+  return {_mm_or_si128(low, high), _mm_cvtph_ps(_mm_xor_si128(block, _mm_setr_epi32(INT32_MIN, 0, 0, 0)))};
+}
+#if defined(ETE_ISA_avx512)
+inline __m512 super_products(const uint8_t* p) {
+  const __m512i index = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  const SuperNumbers block = super_numbers(p);
+  return _mm512_mul_ps(_mm512_permutexvar_ps(index, _mm512_castps128_ps512(block.factors)),
+                       _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(block.numbers)));
+}
+// Two superblocks at a time: whole vectors are stored, since they are read as whole vectors at once.
+inline void super_scales(const uint8_t* p, int64_t n, float* s, float* m) {
+  for (int64_t done = 0; done < n; done += 16, p += 32) {
+    const __m512 first = super_products(p);
+    const __m512 second = done + 8 < n ? super_products(p + 16) : _mm512_setzero_ps();
+    _mm512_storeu_ps(s + done, _mm512_shuffle_f32x4(first, second, 0x44));
+    _mm512_storeu_ps(m + done, _mm512_shuffle_f32x4(first, second, 0xee));
+  }
+}
+#else
+inline void super_scales(const uint8_t* p, int64_t n, float* s, float* m) {
+  for (int64_t done = 0; done < n; done += 8, p += 16) {
+    const SuperNumbers block = super_numbers(p);
+    const __m128i second = _mm_unpackhi_epi64(block.numbers, block.numbers);
+    const __m256 scale = _mm256_broadcastss_ps(block.factors);
+    const __m256 minimum = _mm256_broadcastss_ps(_mm_movehdup_ps(block.factors));
+    _mm256_storeu_ps(s + done, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(block.numbers))));
+    _mm256_storeu_ps(m + done, _mm256_mul_ps(minimum, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(second))));
+  }
+}
+#endif
+#endif
 
 template <int Bits, int HighPlane, int ScalePlane, int Centre>
 struct SuperDecoder {
@@ -235,25 +286,7 @@ struct SuperDecoder {
     nibble_codes<Bits>(row.plane[0] + group * 16, high, Centred ? Centre : 0, c);
   }
   static void scales(const RowPlanes& row, int64_t first, int64_t n, float* s, float* m) {
-    for (int64_t done = 0; done < n; done += 8) {
-      const uint8_t* p = row.plane[ScalePlane] + (first + done) * 2;
-      alignas(16) int8_t numbers[16];
-      unpack_6bit(p + 4, numbers);
-      const float d = half_at(p);
-      const float dmin = -half_at(p + 2);
-#if defined(ETE_ISA_avx512)
-      const __m512 factors = _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(d), _mm512_set1_ps(dmin));
-      const __m512 both = _mm512_mul_ps(factors, load_i8(numbers).v);
-      _mm256_storeu_ps(s + done, _mm512_castps512_ps256(both));
-      _mm256_storeu_ps(m + done, _mm512_extractf32x8_ps(both, 1));
-#else
-      for (int i = 0; i < 8; i += W) {
-        store(s + done + i, set1(d) * load_i8(numbers + i));
-        store(m + done + i, set1(dmin) * load_i8(numbers + 8 + i));
-      }
-#endif
-    }
-    for (int64_t i = n; i % W; ++i) s[i] = m[i] = 0;
+    super_scales(row.plane[ScalePlane] + first * 2, n, s, m);
   }
 };
 

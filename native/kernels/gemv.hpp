@@ -12,8 +12,10 @@
 
 namespace ete::ETE_ISA {
 
-constexpr int kSegment = 64;     // groups whose scales are converted at once
-constexpr int kBlocksAhead = 2;  // of rows, between a prefetch and the use
+constexpr int kSegment = 64;  // groups whose scales are converted at once
+
+// Blocks of rows between a prefetch and the use, for a group's bytes of codes: about 4 KB.
+constexpr int blocks_ahead(int bytes) { return bytes >= 64 ? 1 : 2; }
 
 // Weight rows worked on together, so that they share the loads of x while all totals fit in the registers.
 constexpr int rows_at_once(int tokens) {
@@ -29,8 +31,8 @@ constexpr int rows_at_once(int tokens) {
 // Asks for the lines of the rows that come after the next block of rows. The hardware follows one row well, but not
 // several rows that are read side by side.
 template <int Rows>
-inline void prefetch_plane(const WeightView& weight, int plane, int64_t row) {
-  const uint8_t* p = weight.plane[plane] + (row + kBlocksAhead * Rows) * weight.row_pitch[plane];
+__attribute__((always_inline)) inline void prefetch_plane(const WeightView& weight, int plane, int64_t row) {
+  const uint8_t* p = weight.plane[plane] + (row + blocks_ahead(0) * Rows) * weight.row_pitch[plane];
   for (int64_t i = 0; i < Rows * weight.row_pitch[plane]; i += 64) __builtin_prefetch(p + i);
 }
 
@@ -62,7 +64,7 @@ void gemv_rows(const WeightView& weight, int64_t row, const float* const* x, con
   }
   const int64_t groups = weight.cols / kGroup;
   for (int plane = 1; plane < D::kPlanes; ++plane) prefetch_plane<Rows>(weight, plane, row);
-  const uint8_t* ahead = planes[0].plane[0] + kBlocksAhead * Rows * weight.row_pitch[0];
+  const uint8_t* ahead = planes[0].plane[0] + blocks_ahead(D::kBytes) * Rows * weight.row_pitch[0];
   const auto prefetch_codes = [&](int64_t g) __attribute__((always_inline)) {
     ETE_UNROLL
     for (int i = 0; i < Rows * D::kBytes; i += 64) __builtin_prefetch(ahead + g * (Rows * D::kBytes) + i);
@@ -147,7 +149,7 @@ void nibble_rows(const WeightView& weight, int64_t row, const float* const* x, c
   }
   const int64_t groups = weight.cols / kGroup;
   for (int plane = 1; plane < D::kPlanes; ++plane) prefetch_plane<Rows>(weight, plane, row);
-  const uint8_t* ahead = planes[0].plane[0] + kBlocksAhead * Rows * weight.row_pitch[0];
+  const uint8_t* ahead = planes[0].plane[0] + blocks_ahead(D::kBytes) * Rows * weight.row_pitch[0];
 
   for (int64_t g0 = 0; g0 < groups; g0 += kSegment) {
     const int64_t n = std::min<int64_t>(kSegment, groups - g0);
