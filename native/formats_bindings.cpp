@@ -50,8 +50,7 @@ nb::list decode_strings(nb::bytes data, int64_t count, uintptr_t starts_address)
 }
 
 void repack_weight(const std::string& format, uintptr_t source, int64_t rows, int64_t blocks, uintptr_t row_order,
-                   uintptr_t destination, const std::vector<int64_t>& offsets, const std::vector<int64_t>& pitches,
-                   ThreadPool* pool) {
+                   uintptr_t destination, const std::vector<int64_t>& offsets, const std::vector<int64_t>& pitches) {
   if (offsets.size() > kMaxPlanes || offsets.size() != pitches.size()) throw std::invalid_argument("planes");
   RepackJob job{reinterpret_cast<const uint8_t*>(source),    rows, blocks,
                 reinterpret_cast<const int64_t*>(row_order), {},   {}};
@@ -62,7 +61,7 @@ void repack_weight(const std::string& format, uintptr_t source, int64_t rows, in
   bool known;
   {
     const nb::gil_scoped_release release;
-    known = repack(format, job, pool);
+    known = repack(format, job);
   }
   if (!known) throw std::invalid_argument("no weight format " + format);
 }
@@ -76,7 +75,7 @@ void bind_formats(nb::module_& m) {
   m.def("scan_strings", &scan_strings, nb::arg("address"), nb::arg("nbytes"), nb::arg("count"), nb::arg("starts"));
   m.def("decode_strings", &decode_strings, nb::arg("data"), nb::arg("count"), nb::arg("starts"));
   m.def("repack_weight", &repack_weight, nb::arg("format"), nb::arg("source"), nb::arg("rows"), nb::arg("blocks"),
-        nb::arg("row_order"), nb::arg("destination"), nb::arg("offsets"), nb::arg("pitches"), nb::arg("pool").none());
+        nb::arg("row_order"), nb::arg("destination"), nb::arg("offsets"), nb::arg("pitches"));
 }
 
 }  // namespace ete

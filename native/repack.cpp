@@ -17,9 +17,6 @@ namespace {
 // Source bytes after which pages are given back: small enough to keep memory flat, large enough to make calls rare.
 constexpr int64_t kReleaseBytes = 2 << 20;
 
-// Below this the caller is done (in some 20 us) before another thread has woken up.
-constexpr int64_t kWorthThreads = 256 << 10;
-
 #if defined(__SSE2__)
 
 inline __m128i load_16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
@@ -187,61 +184,54 @@ void release(const uint8_t* begin, const uint8_t* end) {
 }
 
 template <typename RowFunction>
-void repack_rows(const RepackJob& job, int64_t row_bytes, ThreadPool* pool, const RowFunction& row_function) {
-  const auto part = [&](int, int64_t begin, int64_t end) {
-    int64_t released = begin;
-    for (int64_t row = begin; row < end; ++row) {
-      uint8_t* rows[kMaxPlanes];
-      for (int p = 0; p < kMaxPlanes; ++p) rows[p] = job.planes[p] + row * job.pitches[p];
-      const int64_t from = job.row_order != nullptr ? job.row_order[row] : row;
-      row_function(job.source + from * row_bytes, job.blocks, rows);
-      if (job.row_order == nullptr && (row + 1 - released) * row_bytes >= kReleaseBytes) {
-        release(job.source + released * row_bytes, job.source + (row + 1) * row_bytes);
-        released = row + 1;
-      }
+void repack_rows(const RepackJob& job, int64_t row_bytes, const RowFunction& row_function) {
+  int64_t released = 0;
+  for (int64_t row = 0; row < job.rows; ++row) {
+    uint8_t* rows[kMaxPlanes];
+    for (int p = 0; p < kMaxPlanes; ++p) rows[p] = job.planes[p] + row * job.pitches[p];
+    const int64_t from = job.row_order != nullptr ? job.row_order[row] : row;
+    row_function(job.source + from * row_bytes, job.blocks, rows);
+    if (job.row_order == nullptr && (row + 1 - released) * row_bytes >= kReleaseBytes) {
+      release(job.source + released * row_bytes, job.source + (row + 1) * row_bytes);
+      released = row + 1;
     }
-  };
-  if (pool != nullptr && job.rows * row_bytes >= kWorthThreads) {
-    pool->run(job.rows, 1, part);
-  } else {
-    part(0, 0, job.rows);
   }
   release(job.source, job.source + job.rows * row_bytes);
 }
 
 template <typename Format>
-void repack_blocks(const RepackJob& job, ThreadPool* pool) {
-  repack_rows(job, job.blocks * Format::block, pool, repack_row<Format>);
+void repack_blocks(const RepackJob& job) {
+  repack_rows(job, job.blocks * Format::block, repack_row<Format>);
 }
 
 template <int Bytes>
-void copy_values(const RepackJob& job, ThreadPool* pool) {
-  repack_rows(job, job.blocks * Bytes, pool, copy_row<Bytes>);
+void copy_values(const RepackJob& job) {
+  repack_rows(job, job.blocks * Bytes, copy_row<Bytes>);
 }
 
 }  // namespace
 
-bool repack(const std::string& format, const RepackJob& job, ThreadPool* pool) {
+bool repack(const std::string& format, const RepackJob& job) {
   if (format == "F32") {
-    copy_values<4>(job, pool);
+    copy_values<4>(job);
   } else if (format == "F16" || format == "BF16") {
-    copy_values<2>(job, pool);
+    copy_values<2>(job);
   } else if (format == "Q8_0") {
-    repack_blocks<Q8_0>(job, pool);
+    repack_blocks<Q8_0>(job);
   } else if (format == "Q4_0") {
-    repack_blocks<Q4_0>(job, pool);
+    repack_blocks<Q4_0>(job);
   } else if (format == "Q4_1") {
-    repack_blocks<Q4_1>(job, pool);
+    repack_blocks<Q4_1>(job);
   } else if (format == "Q5_0") {
-    repack_blocks<Q5_0>(job, pool);
+    repack_blocks<Q5_0>(job);
   } else if (format == "Q5_1") {
-    repack_blocks<Q5_1>(job, pool);
+    repack_blocks<Q5_1>(job);
   } else if (format == "Q4_K") {
-    repack_blocks<Q4_K>(job, pool);
+    repack_blocks<Q4_K>(job);
   } else if (format == "Q5_K") {
-    repack_blocks<Q5_K>(job, pool);
+    repack_blocks<Q5_K>(job);
   } else if (format == "Q6_K") {
-    repack_blocks<Q6_K>(job, pool);
+    repack_blocks<Q6_K>(job);
   } else {
     return false;
   }

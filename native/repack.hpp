@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <string>
 
-#include "thread_pool.hpp"
 #include "weight_view.hpp"
 
 namespace ete {
@@ -19,8 +18,8 @@ struct RepackJob {
   int64_t pitches[kMaxPlanes];  // bytes from one row of a plane to the next
 };
 
-// Fills the planes of `format` ("Q4_1", ...) with the threads of `pool` (null: the caller alone) and, as it goes, tells
-// the kernel that the source's whole pages are not needed any more. False when the format is unknown.
-bool repack(const std::string& format, const RepackJob& job, ThreadPool* pool);
+// Fills the planes of `format` ("Q4_1", ...) and, as it goes, tells the kernel
+// that the source's whole pages are not needed any more. False when the format is unknown.
+bool repack(const std::string& format, const RepackJob& job);
 
 }  // namespace ete

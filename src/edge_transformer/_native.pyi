@@ -30,7 +30,6 @@ def repack_weight(
     destination: int,
     offsets: list[int],
     pitches: list[int],
-    pool: ThreadPool | None,
 ) -> None: ...
 
 # text: strings by content, merging of words
@@ -65,9 +64,7 @@ class WeightView:
 
 class LinearOp:
     def __init__(self, pool: ThreadPool, isa: int, weights: list[WeightView]) -> None: ...
-    def group(
-        self, x: int, outs: list[int], biases: list[int], prompt_rows: int, rows: int, add: bool
-    ) -> None: ...
+    def group(self, x: int, outs: list[int], biases: list[int], prompt_rows: int, rows: int, add: bool) -> None: ...
     def gated(
         self, x: int, out: int, gate_bias: int, up_bias: int, gelu: bool, prompt_rows: int, rows: int
     ) -> None: ...
@@ -80,7 +77,7 @@ def linear_workspace(rows: int, cols: int) -> tuple[int, int]: ...
 Spans = list[tuple[int, int, int, int]]
 
 class BatchView:
-    """The arrays of an ops.batch.Batch by address: it must be kept alive. Raises ValueError for arrays that do not fit."""
+    """The arrays of an ops.batch.Batch by address: keep it alive. Raises ValueError for arrays that do not fit."""
 
     def __init__(
         self,
@@ -113,9 +110,7 @@ class AttentionOp:
         window: int,
         bf16: bool,
     ) -> None: ...
-    def append(
-        self, batch: BatchView, q: int, k: int, v: int, q_norm: int, k_norm: int, eps: float
-    ) -> None: ...
+    def append(self, batch: BatchView, q: int, k: int, v: int, q_norm: int, k_norm: int, eps: float) -> None: ...
     def attend(self, batch: BatchView, q: int, out: int) -> None: ...
 
 class ElementwiseOps:

@@ -39,7 +39,7 @@ def open_cpu_engine(path: Path, threads: int = 2, kv_dtype: DType = DType.BF16, 
     checkpoint = open_checkpoint(path)
     spec = read_model(checkpoint)
     backend = CpuBackend(threads)
-    return Engine(checkpoint, spec, backend, HostWeights(checkpoint, spec, backend.pool), kv_dtype, max_rows)
+    return Engine(checkpoint, spec, backend, HostWeights(checkpoint, spec), kv_dtype, max_rows)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

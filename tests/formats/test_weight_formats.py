@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from sample_files import GGUF_TYPES, GgufTensor, gguf_bytes, random_blocks
 
-from edge_transformer._native import ThreadPool
 from edge_transformer.errors import FileChangedError
 from edge_transformer.formats.dequantize import dequantize
 from edge_transformer.formats.gguf import open_gguf
@@ -48,11 +47,11 @@ def open_matrix(tmp_path: Path, name: str, rows: int, cols: int, data: bytes):
     return open_gguf(path)
 
 
-def planes_of(checkpoint, name: str, rows: int, cols: int, pool=None, row_order=None) -> Weight:
+def planes_of(checkpoint, name: str, rows: int, cols: int, row_order=None) -> Weight:
     layout = packed_layout(WeightFormat(name), rows, cols)
     memory = HostMemory(layout.nbytes)
     memory_bytes(memory)[:] = POISON
-    repack(checkpoint.tensors["w"], layout, memory.address, pool, row_order)
+    repack(checkpoint.tensors["w"], layout, memory.address, row_order)
     return Weight(layout, memory.address, memory)
 
 
@@ -62,15 +61,14 @@ def memory_bytes(memory: HostMemory) -> np.ndarray:
     return bytes_at(memory.address, memory.nbytes)
 
 
-@pytest.mark.parametrize("threads", [0, 1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33])
 @pytest.mark.parametrize("name", GGUF_TYPES)
-def test_random_blocks_equal_the_gguf_package(tmp_path: Path, name: str, rows: int, threads: int) -> None:
-    rng = np.random.default_rng([rows, threads, GGUF_TYPES[name][0]])
+def test_random_blocks_equal_the_gguf_package(tmp_path: Path, name: str, rows: int) -> None:
+    rng = np.random.default_rng([rows, GGUF_TYPES[name][0]])
     cols = GGUF_TYPES[name][1] * int(rng.integers(1, 6)) if GGUF_TYPES[name][1] > 1 else int(rng.integers(1, 75))
     data = random_blocks(rng, name, rows, cols)  # random scales include infinities and NaN
     checkpoint = open_matrix(tmp_path, name, rows, cols, data)
-    weight = planes_of(checkpoint, name, rows, cols, ThreadPool(threads) if threads else None)
+    weight = planes_of(checkpoint, name, rows, cols)
     expected = reference(data, name, rows, cols)
     assert_same_bits(dequantize(weight), expected)
     assert_same_bits(read_vector(checkpoint.tensors["w"]), expected)
@@ -99,7 +97,7 @@ def test_row_order_and_row_selection(tmp_path: Path, name: str) -> None:
     checkpoint = open_matrix(tmp_path, name, rows, cols, data)
     expected = reference(data, name, rows, cols)
     order = rng.permutation(rows)
-    weight = planes_of(checkpoint, name, rows, cols, ThreadPool(2), order)
+    weight = planes_of(checkpoint, name, rows, cols, order)
     assert_same_bits(dequantize(weight), expected[order])
     picked = np.array([4, 4, 18, 0])
     assert_same_bits(dequantize(weight, picked), expected[order][picked])
@@ -207,7 +205,7 @@ def test_large_matrix_with_page_release(tmp_path: Path) -> None:
     data = random_blocks(np.random.default_rng(4), "Q4_0", rows, cols)
     checkpoint = open_matrix(tmp_path, "Q4_0", rows, cols, data)
     for _ in range(2):
-        weight = planes_of(checkpoint, "Q4_0", rows, cols, ThreadPool(2))
+        weight = planes_of(checkpoint, "Q4_0", rows, cols)
         some = np.array([0, 1, 1499, 1500, 1501, 3000])
         expected = reference(b"".join(data[r * 2304 : r * 2304 + 2304] for r in some), "Q4_0", len(some), cols)
         assert_same_bits(dequantize(weight, some), expected)
@@ -215,8 +213,7 @@ def test_large_matrix_with_page_release(tmp_path: Path) -> None:
     checkpoint.close()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_file_that_shrinks_while_it_is_loaded(tmp_path: Path, threads: int) -> None:
+def test_a_file_that_shrinks_while_it_is_loaded(tmp_path: Path) -> None:
     rows, cols = 64, 4096
     data = random_blocks(np.random.default_rng(8), "Q4_K", rows, cols)
     checkpoint = open_matrix(tmp_path, "Q4_K", rows, cols, data)
@@ -224,7 +221,7 @@ def test_a_file_that_shrinks_while_it_is_loaded(tmp_path: Path, threads: int) ->
     os.truncate(info.file.path, 40_000)
     target = HostMemory(packed_layout(info.format, rows, cols).nbytes)
     with pytest.raises(FileChangedError, match=r"matrix\.gguf"):
-        repack(info, packed_layout(info.format, rows, cols), target.address, ThreadPool(threads))
+        repack(info, packed_layout(info.format, rows, cols), target.address)
     with pytest.raises(FileChangedError, match=r"matrix\.gguf"):
         read_vector(info)
     checkpoint.close()

@@ -41,7 +41,7 @@ def open_engine(path: Path, backend: str = "reference", config: ModelConfig | No
     spec = read_model(checkpoint)
     if config is not None:
         spec = replace(spec, config=config)
-    weights = HostWeights(checkpoint, spec, None)
+    weights = HostWeights(checkpoint, spec)
     return Engine(checkpoint, spec, make_backend(backend, threads), weights, DType.F32, max_rows=1024)
 
 

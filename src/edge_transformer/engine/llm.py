@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer._native import ThreadPool
-from edge_transformer.engine.core import Chunk, Engine
-from edge_transformer.engine.generation import Generation, Stream
-from edge_transformer.engine.sampling import GenerationConfig
-from edge_transformer.engine.sequence import Sequence as EngineSequence
-from edge_transformer.engine.weights import HostWeights
+from edge_transformer.engine.loading import load_weights_and_text
 from edge_transformer.errors import ContextLengthError, UsageError
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.hub import resolve
@@ -29,10 +23,13 @@ from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS
 from edge_transformer.ops.tensor import DType
 
+# What is not needed to start loading is imported while the weights load (engine/loading.py): a model of this size
+# answers in a quarter of a second, of which Python's imports are a large part.
 if TYPE_CHECKING:
-    from edge_transformer.formats.checkpoint import Checkpoint
+    from edge_transformer.engine.generation import Generation, Stream
+    from edge_transformer.engine.sampling import GenerationConfig
+    from edge_transformer.engine.sequence import Sequence as EngineSequence
     from edge_transformer.text.chat_template import ChatTemplate
-    from edge_transformer.text.load import ModelText
     from edge_transformer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
@@ -74,12 +71,10 @@ class LLM:
         try:
             self._spec = read_model(self._checkpoint)
             self.context_length = _context_length(self._spec.config, context_length)
-            self._backend, pool = _make_backend(backend, threads)
-            # The tokenizer is built in a second thread: weights are re-arranged by native code meanwhile.
-            with ThreadPoolExecutor(1) as executor:
-                text = executor.submit(_load_text, self._checkpoint)
-                weights = HostWeights(self._checkpoint, self._spec, pool, progress)
-                self._text = text.result()
+            self._backend, load_threads = _make_backend(backend, threads)
+            weights, self._text = load_weights_and_text(self._checkpoint, self._spec, load_threads, progress)
+            from edge_transformer.engine.core import Engine
+
             self.engine = Engine(self._checkpoint, self._spec, self._backend, weights, KV_DTYPES[kv_dtype])
         except BaseException:
             self._checkpoint.close()
@@ -152,6 +147,8 @@ class LLM:
         """
         if self._closed:
             raise UsageError("this LLM has been closed")
+        from edge_transformer.engine.generation import Stream
+
         config = make_config(config, overrides)
         prompt_ids = self.encode(prompt, raw=raw)
         self._check_prompt(prompt_ids)
@@ -190,6 +187,8 @@ class LLM:
 
         Each block is overwritten by the next. Raises ContextLengthError, UsageError.
         """
+        from edge_transformer.engine.core import Chunk
+
         self._check_prompt(ids)
         self._checkpoint.check_unchanged()
         sequence = self.engine.new_sequence()
@@ -261,19 +260,14 @@ class LLM:
 
 def make_config(config: GenerationConfig | None, overrides: Mapping[str, Any]) -> GenerationConfig:
     """`config` (or the defaults) with some fields replaced. Raises UsageError for a field that does not exist."""
+    from edge_transformer.engine.sampling import GenerationConfig
+
     config = GenerationConfig() if config is None else config
     unknown = sorted(set(overrides) - set(GenerationConfig.__dataclass_fields__))
     if unknown:
         known = ", ".join(GenerationConfig.__dataclass_fields__)
         raise UsageError(f"unknown generation setting {unknown[0]!r}; known: {known}")
     return replace(config, **overrides)
-
-
-def _load_text(checkpoint: Checkpoint) -> ModelText:
-    # Imported in the loading thread, beside the weights.
-    from edge_transformer.text.load import load_text
-
-    return load_text(checkpoint)
 
 
 def _context_length(config: ModelConfig, asked: int | None) -> int:
@@ -286,15 +280,15 @@ def _context_length(config: ModelConfig, asked: int | None) -> int:
     return asked
 
 
-def _make_backend(name: str, threads: int | None) -> tuple[Backend, ThreadPool | None]:
-    """The executor, and the thread pool that also re-arranges weights at load (None: one thread)."""
+def _make_backend(name: str, threads: int | None) -> tuple[Backend, int]:
+    """The executor, and how many threads re-arrange weights at load."""
     if name == "cpu":
         from edge_transformer.cpu.backend import CpuBackend
 
         backend = CpuBackend(threads)
-        return backend, backend.pool
+        return backend, backend.pool.threads
     if name == "reference":
         from edge_transformer.ops.reference.backend import ReferenceBackend
 
-        return ReferenceBackend(), None
+        return ReferenceBackend(), 1
     raise UsageError(f"backend is {name!r}; allowed: cpu, reference")

@@ -7,13 +7,13 @@ be served from page-locked memory, a ring of slots, or a disk.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer._native import ThreadPool
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.repack import read_vector, repack
 from edge_transformer.formats.weight import (
@@ -45,17 +45,18 @@ class _Placement:
 class HostWeights:
     """All weights of a model in host memory.
 
-    `segments[layer][name]` are the matrices by role; `vectors[layer]` the small f32 vectors by role.
+    `vectors[layer]` are the small f32 vectors by role. threads: how many re-arrange matrices at once. progress: called
+    from these threads, one at a time; what it raises ends the loading.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, pool: ThreadPool | None, progress: Progress | None = None
+        self, checkpoint: Checkpoint, spec: ModelSpec, threads: int = 1, progress: Progress | None = None
     ) -> None:
         placements, slab_bytes = _place(checkpoint, spec)
         self._slab = HostMemory(slab_bytes, huge_pages=True) if slab_bytes else None
         self.slab_bytes = slab_bytes
         self.mapped_bytes = sum(item.layout.nbytes for item in placements.values() if item.slab_offset is None)
-        weights = self._fill(placements, pool, progress)
+        weights = self._fill(placements, threads, progress)
         self.embedding = weights[spec.embedding.name]
         self.head = weights[spec.head.name]
         self._segments: list[dict[str, Mapping[str, Weight]]] = [
@@ -82,21 +83,47 @@ class HostWeights:
         if self._slab is not None:
             self._slab.close()
 
-    def _fill(
-        self, placements: Mapping[str, _Placement], pool: ThreadPool | None, progress: Progress | None
-    ) -> dict[str, Weight]:
+    def _fill(self, placements: Mapping[str, _Placement], threads: int, progress: Progress | None) -> dict[str, Weight]:
+        """All weights by tensor name. Threads take a matrix each: matrices are many, and no thread waits for
+        another.
+        """
         weights: dict[str, Weight] = {}
-        done, total = 0, sum(item.info.nbytes for item in placements.values() if item.slab_offset is not None)
+        todo: list[_Placement] = []
         for name, item in placements.items():
             if item.slab_offset is None or self._slab is None:
                 weights[name] = Weight(item.layout, item.info.file.address + item.info.offset, item.info.file)
-                continue
-            address = self._slab.address + item.slab_offset
-            repack(item.info, item.layout, address, pool, _row_order(item.spec))
-            weights[name] = Weight(item.layout, address, self._slab)
-            done += item.info.nbytes
-            if progress is not None:
-                progress("load", done, total)
+            else:
+                weights[name] = Weight(item.layout, self._slab.address + item.slab_offset, self._slab)
+                todo.append(item)
+        done, total = 0, sum(item.info.nbytes for item in todo)
+        todo.reverse()
+        failures: list[BaseException] = []
+        lock = threading.Lock()
+
+        def work() -> None:
+            nonlocal done
+            try:
+                while not failures:
+                    with lock:
+                        if not todo:
+                            return
+                        item = todo.pop()
+                    repack(item.info, item.layout, weights[item.spec.name].address, _row_order(item.spec))
+                    with lock:
+                        done += item.info.nbytes
+                        if progress is not None:
+                            progress("load", done, total)
+            except BaseException as error:  # noqa: BLE001 - raised below, by the thread that waits
+                failures.append(error)
+
+        helpers = [threading.Thread(target=work, name="ete-weights") for _ in range(min(threads, len(todo)) - 1)]
+        for helper in helpers:
+            helper.start()
+        work()
+        for helper in helpers:
+            helper.join()
+        if failures:
+            raise failures[0]
         return weights
 
 

@@ -11,7 +11,6 @@ from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.formats.folder import list_folder
 from edge_transformer.formats.gguf import open_gguf, split_paths
 from edge_transformer.formats.gguf_reader import MAGIC
-from edge_transformer.formats.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
 
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")  # torch.save: a zip archive, or a bare pickle
 
@@ -22,15 +21,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
     A folder with safetensors is read as such, whatever else it holds. Raises FormatError when the files are corrupt,
     missing or of an unread kind; UnsupportedModelError for adapters, quantization_config and auto_map in config.json.
     """
-    if os.path.isdir(path):  # unlike Path.is_dir, False for names no file can have
+    if not os.path.isdir(path) and _first_bytes(path) == MAGIC:  # os.path: False for names that no file can have
+        return open_gguf(path)
+    # Imported here, so that a GGUF file opens without the other reader.
+    from edge_transformer.formats.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
+
+    if os.path.isdir(path):
         if not os.path.exists(path / SINGLE_FILE) and not os.path.exists(path / INDEX_FILE):
             gguf = _only_gguf(path)
             if gguf is not None:
                 return open_gguf(gguf)
         return open_safetensors(path)
     start = _first_bytes(path)
-    if start == MAGIC:
-        return open_gguf(path)
     if path.name.endswith(".safetensors"):
         return open_safetensors(path)
     if start.startswith(_PICKLE_STARTS):

@@ -18,15 +18,14 @@ def repack(
     info: TensorInfo,
     layout: WeightLayout,
     destination: int,
-    pool: _native.ThreadPool | None = None,
     row_order: npt.NDArray[np.int64] | None = None,
 ) -> None:
     """Write the planes of matrix `info` ([rows, cols] as in `layout`) at address `destination`, bit for bit.
 
     destination: layout.nbytes writable bytes, 256-aligned. Padding of rows and planes is not written.
     row_order: int64 [rows]; output row r comes from source row row_order[r] (None: same order).
-    The source's whole pages are released on the way. The GIL is released meanwhile. Raises FileChangedError when the
-    file changed before all was read, ValueError when an argument does not fit `info`.
+    The source's whole pages are released on the way. The GIL is released, so that threads can take a matrix each.
+    Raises FileChangedError when the file changed before all was read, ValueError when an argument does not fit.
     """
     cols = info.shape[-1] if info.shape else 1
     rows = math.prod(info.shape) // cols if cols else 0
@@ -47,7 +46,6 @@ def repack(
         destination,
         [plane.offset for plane in layout.planes],
         [plane.row_pitch for plane in layout.planes],
-        pool,
     )
     info.file.check_unchanged()
 
