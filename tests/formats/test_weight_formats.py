@@ -236,7 +236,7 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     layout = packed_layout(WeightFormat.Q4_0, 2, 32)
     for order in ([0], [0, 2], [-1, 0]):
         with pytest.raises(ValueError, match="row_order"):
-            repack(info, layout, target.ctypes.data, None, np.array(order))
+            repack(info, layout, target.ctypes.data, np.array(order))
     with pytest.raises(ValueError, match="multiples of 32"):
         packed_layout(WeightFormat.Q4_0, 2, 33)
     checkpoint.close()
