@@ -1,10 +1,8 @@
 """Matrix products and embedding rows on the native library, straight from the planes of the weights.
 
-Contract of a product y = x @ w.T, for every weight format (w: dequantized values equal to the gguf package's):
-    |y - y64| <= CONTRACTS["linear_group"].eps * sum_k |w_k| |x_k|, y64 the same product in fp64 (ops/contracts.py).
-Row r of y depends on row r of x and its kind alone, bit for bit: prompt rows take the GEMM, decode rows the GEMV.
-Scratch: `linear_workspace(rows, cols)`, reserved in the pool at load. Bytes moved: the planes once per 512 prompt rows
-and once per 8 decode rows.
+Tolerances are in ops.contracts. Row r of a product depends on row r of x and its kind alone, bit for bit: prompt rows
+take the GEMM, decode rows the GEMV. Scratch: `linear_workspace(rows, cols)`, reserved in the pool at load. Bytes moved:
+the planes once per 512 prompt rows and once per 8 decode rows.
 """
 
 from __future__ import annotations
