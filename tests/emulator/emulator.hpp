@@ -1,14 +1,13 @@
 // CUDA's language on a CPU: force-included before a kernel source, which g++ then compiles as it is.
 //
-// The threads of a block are fibers that run in lane order, or its reverse, until they wait for each other. Shared memory
-// is filled with 0xff bytes (NaN) for each block and fenced. What a GPU leaves undefined is an error here where it can be
-// seen: a collective that not all lanes reach, a barrier that threads have left behind, an unaligned vector access.
+// The threads of a block are fibers that run in lane order, or its reverse, until they wait for each other. Shared
+// memory is filled with 0xff bytes (NaN) for each block and fenced. What a GPU leaves undefined is an error here where
+// it can be seen: a collective that not all lanes reach, a barrier that threads have left behind, an unaligned vector
+// access.
 #pragma once
 #define ETE_EMULATOR 1
 
-#include <cfenv>
 #include <cmath>
-#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -81,24 +80,24 @@ constexpr size_t kFence = 64;
 constexpr size_t kStack = 128 << 10;
 
 struct AsyncCopy {
-  void *to;
-  const void *from;
+  void* to;
+  const void* from;
   int bytes;
   int group;
 };
 
 struct Fiber {
-  void *stack_pointer;
+  void* stack_pointer;
   Wait wait;
-  const char *collective;  // what it waits at
-  const void *in;          // its operand of the collective, on its own stack
-  void *out;
-  AsyncCopy *copies;
+  const char* collective;  // what it waits at
+  const void* in;          // its operand of the collective, on its own stack
+  void* out;
+  AsyncCopy* copies;
   int copy_count, copy_capacity, group;
 };
 
 struct Array {
-  unsigned char *at;
+  unsigned char* at;
   size_t bytes;
 };
 
@@ -110,28 +109,28 @@ struct Block {
   int at_barrier;
   int left;
   Array arrays[kMaxArrays];
-  unsigned char *shared;  // arena of the static and dynamic arrays
+  unsigned char* shared;  // arena of the static and dynamic arrays
   size_t shared_capacity, shared_used;
-  unsigned char *dynamic;
+  unsigned char* dynamic;
   size_t dynamic_bytes;
-  unsigned char *stacks;
-  void (*body)(void **);
-  void **arguments;
-  void *scheduler;
+  unsigned char* stacks;
+  void (*body)(void**);
+  void** arguments;
+  void* scheduler;
   int current;
   char error[512];
 };
 
 extern Block block;
 
-using Action = void (*)(const void *const *in, void *const *out);
+using Action = void (*)(const void* const* in, void* const* out);
 
-[[noreturn]] void fail(const char *format, ...);
+[[noreturn]] void fail(const char* format, ...);
 // Wait for the other 31 lanes; the last to come performs `action` for all.
-void warp_collective(const char *name, const void *in, void *out, Action action);
+void warp_collective(const char* name, const void* in, void* out, Action action);
 void barrier();
-void *static_array(int id, size_t bytes);
-inline void check_aligned(const void *at, size_t bytes) {
+void* static_array(int id, size_t bytes);
+inline void check_aligned(const void* at, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("%zu bytes accessed at %p, which is not aligned", bytes, at);
 }
 
@@ -141,22 +140,22 @@ struct Kind {
   static constexpr char letter = std::is_floating_point_v<T> ? 'f' : 'i';
 };
 template <class T>
-struct Kind<T *> {
+struct Kind<T*> {
   static constexpr char letter = std::is_const_v<T> ? 'r' : 'w';
 };
 template <class... P>
-const char *signature(void (*)(P...)) {
+const char* signature(void (*)(P...)) {
   static char text[3 * sizeof...(P) + 1];
-  char *at = text;
+  char* at = text;
   ((*at++ = Kind<P>::letter, *at++ = static_cast<char>('0' + sizeof(P)), *at++ = ' '), ...);
   return text;
 }
 template <class... P, size_t... I>
-void call(void (*kernel)(P...), void **arguments, std::index_sequence<I...>) {
-  kernel(*static_cast<std::remove_cv_t<P> *>(arguments[I])...);
+void call(void (*kernel)(P...), void** arguments, std::index_sequence<I...>) {
+  kernel(*static_cast<std::remove_cv_t<P>*>(arguments[I])...);
 }
 template <class... P>
-void invoke(void (*kernel)(P...), void **arguments) {
+void invoke(void (*kernel)(P...), void** arguments) {
   call(kernel, arguments, std::index_sequence_for<P...>{});
 }
 
@@ -168,5 +167,6 @@ inline void __syncthreads() { ete_emulator::barrier(); }
 inline void __trap() { ete_emulator::fail("__trap()"); }
 
 #define ETE_SHARED(type, name, count) \
-  type(&name)[count] = *reinterpret_cast<type(*)[count]>(ete_emulator::static_array(__COUNTER__, sizeof(type) * (count)))
-#define ETE_DYNAMIC_SHARED(type, name) type *name = reinterpret_cast<type *>(ete_emulator::block.dynamic)
+  type(&name)[count] =                \
+      *reinterpret_cast<type(*)[count]>(ete_emulator::static_array(__COUNTER__, sizeof(type) * (count)))
+#define ETE_DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(ete_emulator::block.dynamic)

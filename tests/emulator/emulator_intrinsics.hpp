@@ -12,13 +12,13 @@ struct Shuffle {
 };
 
 template <class T>
-T shuffle(const char *name, T value, int source) {
+T shuffle(const char* name, T value, int source) {
   const Shuffle<T> in{value, source};
   T out;
-  warp_collective(name, &in, &out, [](const void *const *all_in, void *const *all_out) {
+  warp_collective(name, &in, &out, [](const void* const* all_in, void* const* all_out) {
     for (int lane = 0; lane < 32; ++lane) {
-      const int from = static_cast<const Shuffle<T> *>(all_in[lane])->source;
-      *static_cast<T *>(all_out[lane]) = static_cast<const Shuffle<T> *>(all_in[from])->value;
+      const int from = static_cast<const Shuffle<T>*>(all_in[lane])->source;
+      *static_cast<T*>(all_out[lane]) = static_cast<const Shuffle<T>*>(all_in[from])->value;
     }
   });
   return out;
@@ -26,25 +26,26 @@ T shuffle(const char *name, T value, int source) {
 
 inline int own_lane() { return static_cast<int>(threadIdx.x & 31u); }
 
-inline uint32_t ballot(const char *name, bool value) {
+inline uint32_t ballot(const char* name, bool value) {
   uint32_t out;
-  warp_collective(name, &value, &out, [](const void *const *all_in, void *const *all_out) {
+  warp_collective(name, &value, &out, [](const void* const* all_in, void* const* all_out) {
     uint32_t bits = 0;
-    for (int lane = 0; lane < 32; ++lane) bits |= static_cast<uint32_t>(*static_cast<const bool *>(all_in[lane])) << lane;
-    for (int lane = 0; lane < 32; ++lane) *static_cast<uint32_t *>(all_out[lane]) = bits;
+    for (int lane = 0; lane < 32; ++lane)
+      bits |= static_cast<uint32_t>(*static_cast<const bool*>(all_in[lane])) << lane;
+    for (int lane = 0; lane < 32; ++lane) *static_cast<uint32_t*>(all_out[lane]) = bits;
   });
   return out;
 }
 
 template <class T>
-T load(const void *at) {
+T load(const void* at) {
   check_aligned(at, sizeof(T));
   T value;
   std::memcpy(&value, at, sizeof(T));
   return value;
 }
 template <class T>
-void store(void *at, T value) {
+void store(void* at, T value) {
   check_aligned(at, sizeof(T));
   std::memcpy(at, &value, sizeof(T));
 }
@@ -69,40 +70,38 @@ inline float half_value(uint16_t bits) {
   return bits & 0x8000 ? -value : value;
 }
 
-// c + sum a b as the unit adds: terms aligned to the largest exponent with two bits below f32's 24, cut off there, summed,
-// cut to f32.
-inline float truncated_sum(float c, const double *products, int count) {
-  double terms[17];
-  terms[0] = c;
-  int largest = -10000;
-  bool finite = std::isfinite(c);
-  for (int i = 0; i < count; ++i) {
-    terms[i + 1] = products[i];
-    finite = finite && std::isfinite(products[i]);
+inline int exponent_of(double value) {
+  return static_cast<int>(__builtin_bit_cast(uint64_t, value) >> 52 & 2047) - 1023;
+}
+inline double power_of_two(int exponent) {
+  return __builtin_bit_cast(double, static_cast<uint64_t>(exponent + 1023) << 52);
+}
+
+// c + sum of 16 products as the unit adds: terms aligned to the largest exponent with two bits below f32's 24, cut off
+// there, summed, cut to f32. (Products of two bf16 or f16, and an f32, are exact and normal as doubles.)
+inline float truncated_sum(float c, const double* products) {
+  double plain = c;
+  int largest = exponent_of(c);
+  for (int i = 0; i < 16; ++i) {
+    plain += products[i];
+    largest = max(largest, exponent_of(products[i]));
   }
-  if (!finite) {
-    double sum = c;
-    for (int i = 0; i < count; ++i) sum += products[i];
-    return static_cast<float>(sum);
-  }
-  for (int i = 0; i <= count; ++i)
-    if (terms[i] != 0) largest = max(largest, std::ilogb(terms[i]));
-  if (largest == -10000) return 0.0f;
-  const int scale = 25 - largest;
-  int64_t sum = 0;
-  for (int i = 0; i <= count; ++i) sum += static_cast<int64_t>(std::ldexp(terms[i], scale));  // toward zero
+  if (largest == -1023 || !std::isfinite(plain)) return static_cast<float>(plain);  // all zero, or no number
+  const double scale = power_of_two(25 - largest);
+  int64_t sum = static_cast<int64_t>(c * scale);  // toward zero
+  for (int i = 0; i < 16; ++i) sum += static_cast<int64_t>(products[i] * scale);
   int64_t magnitude = sum < 0 ? -sum : sum;
-  int shift = 0;
-  while (magnitude >> 24) magnitude >>= 1, ++shift;
-  const float value = static_cast<float>(std::ldexp(static_cast<double>(magnitude), shift - scale));
+  const int64_t bits = 64 - __builtin_clzll(static_cast<uint64_t>(magnitude | 1));
+  if (bits > 24) magnitude &= ~((int64_t{1} << (bits - 24)) - 1);
+  const auto value = static_cast<float>(static_cast<double>(magnitude) * power_of_two(largest - 25));
   return sum < 0 ? -value : value;
 }
 
 template <float (*decode)(uint16_t)>
-void mma_action(const void *const *all_in, void *const *all_out) {
+void mma_action(const void* const* all_in, void* const* all_out) {
   float a[16][16], b[16][8];
   for (int lane = 0; lane < 32; ++lane) {
-    const auto &in = *static_cast<const MmaIn *>(all_in[lane]);
+    const auto& in = *static_cast<const MmaIn*>(all_in[lane]);
     const int g = lane / 4, t = lane % 4;
     for (int half = 0; half < 2; ++half) {
       for (int i = 0; i < 4; ++i)
@@ -111,13 +110,13 @@ void mma_action(const void *const *all_in, void *const *all_out) {
     }
   }
   for (int lane = 0; lane < 32; ++lane) {
-    const auto &in = *static_cast<const MmaIn *>(all_in[lane]);
-    auto *d = static_cast<float *>(all_out[lane]);
+    const auto& in = *static_cast<const MmaIn*>(all_in[lane]);
+    auto* d = static_cast<float*>(all_out[lane]);
     for (int i = 0; i < 4; ++i) {
       const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
       double products[16];
       for (int k = 0; k < 16; ++k) products[k] = static_cast<double>(a[row][k]) * b[k][column];
-      d[i] = truncated_sum(in.d[i], products, 16);
+      d[i] = truncated_sum(in.d[i], products);
     }
   }
 }
@@ -125,7 +124,7 @@ void mma_action(const void *const *all_in, void *const *all_out) {
 inline float bf16_value(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 
 template <float (*decode)(uint16_t)>
-void mma(const char *name, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+void mma(const char* name, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   MmaIn in;
   std::memcpy(in.d, d, sizeof d);
   std::memcpy(in.a, a, sizeof a);
@@ -134,7 +133,7 @@ void mma(const char *name, float (&d)[4], const uint32_t (&a)[4], const uint32_t
 }
 
 template <int matrices, bool transposed>
-void ldmatrix_action(const void *const *all_in, void *const *all_out) {
+void ldmatrix_action(const void* const* all_in, void* const* all_out) {
   for (int i = 0; i < matrices; ++i) {
     uint16_t values[8][8];
     for (int r = 0; r < 8; ++r) std::memcpy(values[r], all_in[8 * i + r], 16);
@@ -142,18 +141,18 @@ void ldmatrix_action(const void *const *all_in, void *const *all_out) {
       const int r = lane / 4, c = 2 * (lane % 4);
       const uint16_t low = transposed ? values[c][r] : values[r][c];
       const uint16_t high = transposed ? values[c + 1][r] : values[r][c + 1];
-      static_cast<uint32_t *>(all_out[lane])[i] = low | static_cast<uint32_t>(high) << 16;
+      static_cast<uint32_t*>(all_out[lane])[i] = low | static_cast<uint32_t>(high) << 16;
     }
   }
 }
 
 template <int matrices, bool transposed>
-void ldmatrix(uint32_t (&out)[matrices], const void *row) {
+void ldmatrix(uint32_t (&out)[matrices], const void* row) {
   if (own_lane() < 8 * matrices) check_aligned(row, 16);
   warp_collective("ldmatrix", row, out, ldmatrix_action<matrices, transposed>);
 }
 
-void cp_async(void *shared, const void *global, int bytes);
+void cp_async(void* shared, const void* global, int bytes);
 void cp_async_commit();
 void cp_async_wait(int pending);
 
@@ -161,7 +160,9 @@ void cp_async_wait(int pending);
 
 inline float warp_shuffle(float value, int lane) { return ete_emulator::shuffle("warp_shuffle", value, lane & 31); }
 inline int warp_shuffle(int value, int lane) { return ete_emulator::shuffle("warp_shuffle", value, lane & 31); }
-inline uint32_t warp_shuffle(uint32_t value, int lane) { return ete_emulator::shuffle("warp_shuffle", value, lane & 31); }
+inline uint32_t warp_shuffle(uint32_t value, int lane) {
+  return ete_emulator::shuffle("warp_shuffle", value, lane & 31);
+}
 inline float warp_shuffle_xor(float value, int mask) {
   return ete_emulator::shuffle("warp_shuffle_xor", value, (ete_emulator::own_lane() ^ mask) & 31);
 }
@@ -183,27 +184,27 @@ inline uint32_t warp_ballot(bool value) { return ete_emulator::ballot("warp_ball
 inline bool warp_any(bool value) { return ete_emulator::ballot("warp_any", value) != 0; }
 inline bool warp_all(bool value) { return ete_emulator::ballot("warp_all", value) == 0xffffffffu; }
 inline void warp_sync() {
-  ete_emulator::warp_collective("warp_sync", nullptr, nullptr, [](const void *const *, void *const *) {});
+  ete_emulator::warp_collective("warp_sync", nullptr, nullptr, [](const void* const*, void* const*) {});
 }
 
-inline uint4 load16(const void *at) { return ete_emulator::load<uint4>(at); }
-inline float4 load16_float(const void *at) { return ete_emulator::load<float4>(at); }
-inline uint2 load8(const void *at) { return ete_emulator::load<uint2>(at); }
-inline float2 load8_float(const void *at) { return ete_emulator::load<float2>(at); }
-inline uint32_t load4(const void *at) { return ete_emulator::load<uint32_t>(at); }
-inline uint16_t load2(const void *at) { return ete_emulator::load<uint16_t>(at); }
-inline void store16(void *at, uint4 value) { ete_emulator::store(at, value); }
-inline void store16(void *at, float4 value) { ete_emulator::store(at, value); }
-inline void store8(void *at, uint2 value) { ete_emulator::store(at, value); }
-inline void store8(void *at, float2 value) { ete_emulator::store(at, value); }
-inline void store4(void *at, uint32_t value) { ete_emulator::store(at, value); }
-inline void store2(void *at, uint16_t value) { ete_emulator::store(at, value); }
-inline uint4 load16_once(const void *at) { return ete_emulator::load<uint4>(at); }
-inline uint2 load8_once(const void *at) { return ete_emulator::load<uint2>(at); }
-inline uint32_t load4_once(const void *at) { return ete_emulator::load<uint32_t>(at); }
-inline uint16_t load2_once(const void *at) { return ete_emulator::load<uint16_t>(at); }
+inline uint4 load16(const void* at) { return ete_emulator::load<uint4>(at); }
+inline float4 load16_float(const void* at) { return ete_emulator::load<float4>(at); }
+inline uint2 load8(const void* at) { return ete_emulator::load<uint2>(at); }
+inline float2 load8_float(const void* at) { return ete_emulator::load<float2>(at); }
+inline uint32_t load4(const void* at) { return ete_emulator::load<uint32_t>(at); }
+inline uint16_t load2(const void* at) { return ete_emulator::load<uint16_t>(at); }
+inline void store16(void* at, uint4 value) { ete_emulator::store(at, value); }
+inline void store16(void* at, float4 value) { ete_emulator::store(at, value); }
+inline void store8(void* at, uint2 value) { ete_emulator::store(at, value); }
+inline void store8(void* at, float2 value) { ete_emulator::store(at, value); }
+inline void store4(void* at, uint32_t value) { ete_emulator::store(at, value); }
+inline void store2(void* at, uint16_t value) { ete_emulator::store(at, value); }
+inline uint4 load16_once(const void* at) { return ete_emulator::load<uint4>(at); }
+inline uint2 load8_once(const void* at) { return ete_emulator::load<uint2>(at); }
+inline uint32_t load4_once(const void* at) { return ete_emulator::load<uint32_t>(at); }
+inline uint16_t load2_once(const void* at) { return ete_emulator::load<uint16_t>(at); }
 
-inline void cp_async16(void *shared, const void *global, int bytes = 16) {
+inline void cp_async16(void* shared, const void* global, int bytes = 16) {
   ete_emulator::cp_async(shared, global, bytes);
 }
 inline void cp_async_commit() { ete_emulator::cp_async_commit(); }
@@ -257,7 +258,7 @@ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
 }
 #endif
 
-inline void ldmatrix4(uint32_t (&out)[4], const void *row) { ete_emulator::ldmatrix<4, false>(out, row); }
-inline void ldmatrix4_transposed(uint32_t (&out)[4], const void *row) { ete_emulator::ldmatrix<4, true>(out, row); }
-inline void ldmatrix2(uint32_t (&out)[2], const void *row) { ete_emulator::ldmatrix<2, false>(out, row); }
-inline void ldmatrix2_transposed(uint32_t (&out)[2], const void *row) { ete_emulator::ldmatrix<2, true>(out, row); }
+inline void ldmatrix4(uint32_t (&out)[4], const void* row) { ete_emulator::ldmatrix<4, false>(out, row); }
+inline void ldmatrix4_transposed(uint32_t (&out)[4], const void* row) { ete_emulator::ldmatrix<4, true>(out, row); }
+inline void ldmatrix2(uint32_t (&out)[2], const void* row) { ete_emulator::ldmatrix<2, false>(out, row); }
+inline void ldmatrix2_transposed(uint32_t (&out)[2], const void* row) { ete_emulator::ldmatrix<2, true>(out, row); }

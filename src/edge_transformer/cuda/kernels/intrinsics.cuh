@@ -25,38 +25,38 @@ ETE_DEVICE void warp_sync() { __syncwarp(0xffffffffu); }
 
 // ---- memory. Addresses are multiples of the size loaded or stored (the emulator checks).
 
-ETE_DEVICE uint4 load16(const void *at) { return *reinterpret_cast<const uint4 *>(at); }
-ETE_DEVICE float4 load16_float(const void *at) { return *reinterpret_cast<const float4 *>(at); }
-ETE_DEVICE uint2 load8(const void *at) { return *reinterpret_cast<const uint2 *>(at); }
-ETE_DEVICE float2 load8_float(const void *at) { return *reinterpret_cast<const float2 *>(at); }
-ETE_DEVICE uint32_t load4(const void *at) { return *reinterpret_cast<const uint32_t *>(at); }
-ETE_DEVICE uint16_t load2(const void *at) { return *reinterpret_cast<const uint16_t *>(at); }
-ETE_DEVICE void store16(void *at, uint4 value) { *reinterpret_cast<uint4 *>(at) = value; }
-ETE_DEVICE void store16(void *at, float4 value) { *reinterpret_cast<float4 *>(at) = value; }
-ETE_DEVICE void store8(void *at, uint2 value) { *reinterpret_cast<uint2 *>(at) = value; }
-ETE_DEVICE void store8(void *at, float2 value) { *reinterpret_cast<float2 *>(at) = value; }
-ETE_DEVICE void store4(void *at, uint32_t value) { *reinterpret_cast<uint32_t *>(at) = value; }
-ETE_DEVICE void store2(void *at, uint16_t value) { *reinterpret_cast<uint16_t *>(at) = value; }
+ETE_DEVICE uint4 load16(const void* at) { return *reinterpret_cast<const uint4*>(at); }
+ETE_DEVICE float4 load16_float(const void* at) { return *reinterpret_cast<const float4*>(at); }
+ETE_DEVICE uint2 load8(const void* at) { return *reinterpret_cast<const uint2*>(at); }
+ETE_DEVICE float2 load8_float(const void* at) { return *reinterpret_cast<const float2*>(at); }
+ETE_DEVICE uint32_t load4(const void* at) { return *reinterpret_cast<const uint32_t*>(at); }
+ETE_DEVICE uint16_t load2(const void* at) { return *reinterpret_cast<const uint16_t*>(at); }
+ETE_DEVICE void store16(void* at, uint4 value) { *reinterpret_cast<uint4*>(at) = value; }
+ETE_DEVICE void store16(void* at, float4 value) { *reinterpret_cast<float4*>(at) = value; }
+ETE_DEVICE void store8(void* at, uint2 value) { *reinterpret_cast<uint2*>(at) = value; }
+ETE_DEVICE void store8(void* at, float2 value) { *reinterpret_cast<float2*>(at) = value; }
+ETE_DEVICE void store4(void* at, uint32_t value) { *reinterpret_cast<uint32_t*>(at) = value; }
+ETE_DEVICE void store2(void* at, uint16_t value) { *reinterpret_cast<uint16_t*>(at) = value; }
 
 // Global memory that nothing writes during the launch and that is read once (weights): past the first-level cache.
-ETE_DEVICE uint4 load16_once(const void *at) {
+ETE_DEVICE uint4 load16_once(const void* at) {
   uint4 value;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(at));
   return value;
 }
-ETE_DEVICE uint2 load8_once(const void *at) {
+ETE_DEVICE uint2 load8_once(const void* at) {
   uint2 value;
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(at));
   return value;
 }
-ETE_DEVICE uint32_t load4_once(const void *at) {
+ETE_DEVICE uint32_t load4_once(const void* at) {
   uint32_t value;
   asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(value) : "l"(at));
   return value;
 }
-ETE_DEVICE uint16_t load2_once(const void *at) {
+ETE_DEVICE uint16_t load2_once(const void* at) {
   uint16_t value;
   asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(value) : "l"(at));
   return value;
@@ -65,7 +65,7 @@ ETE_DEVICE uint16_t load2_once(const void *at) {
 // Copies of 16 bytes from global to shared memory that run beside the thread (sm_80; before, at once). What a thread
 // copied is there for it after cp_async_wait, for its block after a barrier that follows.
 // With bytes < 16 the rest of the 16 is zero; with bytes 0 nothing is read.
-ETE_DEVICE void cp_async16(void *shared, const void *global, int bytes = 16) {
+ETE_DEVICE void cp_async16(void* shared, const void* global, int bytes = 16) {
 #if ETE_ARCH >= 80
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
@@ -74,8 +74,7 @@ ETE_DEVICE void cp_async16(void *shared, const void *global, int bytes = 16) {
   if (bytes == 16) {
     value = load16(global);
   } else {
-    for (int i = 0; i < bytes; ++i)
-      reinterpret_cast<uint8_t *>(&value)[i] = reinterpret_cast<const uint8_t *>(global)[i];
+    for (int i = 0; i < bytes; ++i) reinterpret_cast<uint8_t*>(&value)[i] = reinterpret_cast<const uint8_t*>(global)[i];
   }
   store16(shared, value);
 #endif
@@ -122,9 +121,7 @@ ETE_DEVICE uint32_t pack_bf16(float low, float high) {
 // Bytes of the eight of (b:a), chosen by the nibbles of `selector`, lowest first.
 ETE_DEVICE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 // Sum of four products of signed bytes, plus c.
-ETE_DEVICE int dp4a(uint32_t a, uint32_t b, int c) {
-  return __dp4a(static_cast<int>(a), static_cast<int>(b), c);
-}
+ETE_DEVICE int dp4a(uint32_t a, uint32_t b, int c) { return __dp4a(static_cast<int>(a), static_cast<int>(b), c); }
 ETE_DEVICE int population_count(uint32_t bits) { return __popc(bits); }
 
 // ---- tensor cores
@@ -152,28 +149,28 @@ ETE_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&
 
 // Four (two) 8 x 8 matrices of 16-bit numbers from shared memory. Lane 8 i + r gives the address of row r of matrix i
 // (16 bytes, aligned); out[i] is the pair (row lane / 4, columns 2 (lane % 4)..) of matrix i, or of its transpose.
-ETE_DEVICE void ldmatrix4(uint32_t (&out)[4], const void *row) {
+ETE_DEVICE void ldmatrix4(uint32_t (&out)[4], const void* row) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(from)
                : "memory");
 }
-ETE_DEVICE void ldmatrix4_transposed(uint32_t (&out)[4], const void *row) {
+ETE_DEVICE void ldmatrix4_transposed(uint32_t (&out)[4], const void* row) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(from)
                : "memory");
 }
-ETE_DEVICE void ldmatrix2(uint32_t (&out)[2], const void *row) {
+ETE_DEVICE void ldmatrix2(uint32_t (&out)[2], const void* row) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(out[0]), "=r"(out[1])
                : "r"(from)
                : "memory");
 }
-ETE_DEVICE void ldmatrix2_transposed(uint32_t (&out)[2], const void *row) {
+ETE_DEVICE void ldmatrix2_transposed(uint32_t (&out)[2], const void* row) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(out[0]), "=r"(out[1])

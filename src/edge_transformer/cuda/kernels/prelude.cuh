@@ -23,9 +23,9 @@ typedef unsigned long long uint64_t;
 // `type name[count]` in shared memory, aligned to 16 bytes, undefined at first.
 #define ETE_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 // `type *name`: the shared memory whose size the launch gives. Once in a kernel.
-#define ETE_DYNAMIC_SHARED(type, name)                                         \
-  extern __shared__ __align__(16) unsigned char ete_dynamic_shared[];          \
-  type *name = reinterpret_cast<type *>(ete_dynamic_shared)
+#define ETE_DYNAMIC_SHARED(type, name)                                \
+  extern __shared__ __align__(16) unsigned char ete_dynamic_shared[]; \
+  type* name = reinterpret_cast<type*>(ete_dynamic_shared)
 #define ETE_INFINITY __int_as_float(0x7f800000)
 #endif
 
@@ -54,7 +54,7 @@ ETE_DEVICE uint16_t float_to_bf16(float value) {
 }
 
 // value = high + middle + low, each a bf16, to 2^-24 of value or better. Returned as packed pairs by split_bf16_pair.
-ETE_DEVICE void split_bf16(float value, float &high, float &middle, float &low) {
+ETE_DEVICE void split_bf16(float value, float& high, float& middle, float& low) {
   high = bf16_to_float(float_to_bf16(value));
   const float rest = value - high;  // exact
   middle = bf16_to_float(float_to_bf16(rest));
@@ -62,7 +62,7 @@ ETE_DEVICE void split_bf16(float value, float &high, float &middle, float &low) 
 }
 
 // Two values as three words of bf16 pairs (`first` in the lower half), as the operands of mma_bf16 take them.
-ETE_DEVICE void split_bf16_pair(float first, float second, uint32_t &high, uint32_t &middle, uint32_t &low) {
+ETE_DEVICE void split_bf16_pair(float first, float second, uint32_t& high, uint32_t& middle, uint32_t& low) {
   high = pack_bf16(first, second);
   const float first_rest = first - bf16_low(high);
   const float second_rest = second - bf16_high(high);
