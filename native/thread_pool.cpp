@@ -22,7 +22,7 @@ constexpr auto kSpinTime = std::chrono::microseconds(200);
 // Waits this many times (about 20 ns each) before offering the core to others at every turn: where another process has
 // taken one core of ours, the thread that is waited for may be queueing behind the one that spins. Measured with one of
 // two cores taken: an empty job took 230 us, the whole spin of a worker, without.
-constexpr int kSpinsAlone = 1000;
+constexpr int kSpinsAlone = 100;
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t(2) << 20;
 
