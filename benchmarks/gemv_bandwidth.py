@@ -37,9 +37,14 @@ def random_weights(weight_format: WeightFormat, nbytes: int, rng: np.random.Gene
         address = memory.address + i * layout.nbytes
         for plane, spec in zip(layout.planes, FORMATS[weight_format].planes, strict=True):
             part = bytes_at(address + plane.offset, ROWS * plane.row_pitch)
+            if weight_format is WeightFormat.F32:
+                part.view(np.float32)[:] = rng.standard_normal(len(part) // 4, dtype=np.float32)
+                continue
             part[:] = np.frombuffer(rng.bytes(len(part)), np.uint8)
-            if spec.name not in ("codes", "high") or FORMATS[weight_format].block_cols == 1:
-                part[1::2] &= 0x2F  # exponents of an f16, a bf16 or an f32 well below infinity
+            if spec.name not in ("codes", "high"):
+                part[1::2] &= 0x2F  # exponents of f16 well below infinity
+            elif FORMATS[weight_format].block_cols == 1:
+                part[1::2] = part[1::2] & 0x80 | (0x3F if weight_format is WeightFormat.BF16 else 0x3B)  # about 1
         weights.append(Weight(layout, address, memory))
     return weights
 
