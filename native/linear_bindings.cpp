@@ -35,13 +35,15 @@ class LinearOp {
   }
 
   void group(Address x, const std::vector<Address>& outs, const std::vector<Address>& biases, int64_t prompt_rows,
-             int64_t rows, bool add) {
+             int64_t rows) {
     parts_.clear();
-    for (size_t i = 0; i < weights_.size(); ++i) {
-      parts_.push_back({weights_[i],
-                        {add ? Finish::Add : Finish::Store, 0, at<float>(biases[i]), nullptr, at<float>(outs[i]),
-                         weights_[i].rows}});
-    }
+    for (size_t i = 0; i < weights_.size(); ++i) put(i, Finish::Store, outs.at(i), biases.at(i));
+    run(x, prompt_rows, rows);
+  }
+
+  void add(Address x, Address residual, Address bias, int64_t prompt_rows, int64_t rows) {
+    parts_.clear();
+    put(0, Finish::Add, residual, bias);
     run(x, prompt_rows, rows);
   }
 
@@ -75,6 +77,11 @@ class LinearOp {
   }
 
  private:
+  void put(size_t index, Finish kind, Address out, Address bias) {
+    const WeightView& weight = weights_[index];
+    parts_.push_back({weight, {kind, 0, at<float>(bias), nullptr, at<float>(out), weight.rows}});
+  }
+
   void run(Address x, int64_t prompt_rows, int64_t rows) {
     const LinearWorkspace needed = linear_workspace(rows, cols_);
     if (size_t(needed.shared_bytes) > pool_.shared_bytes() || size_t(needed.thread_bytes) > pool_.thread_bytes()) {
@@ -115,7 +122,9 @@ void bind_linear(nb::module_& m) {
       .def(nb::init<ThreadPool&, int, std::vector<WeightView*>>(), nb::arg("pool"), nb::arg("isa"), nb::arg("weights"),
            nb::keep_alive<1, 2>())
       .def("group", &LinearOp::group, nb::arg("x"), nb::arg("outs"), nb::arg("biases"), nb::arg("prompt_rows"),
-           nb::arg("rows"), nb::arg("add"))
+           nb::arg("rows"))
+      .def("add", &LinearOp::add, nb::arg("x"), nb::arg("residual"), nb::arg("bias"), nb::arg("prompt_rows"),
+           nb::arg("rows"))
       .def("gated", &LinearOp::gated, nb::arg("x"), nb::arg("out"), nb::arg("gate_bias"), nb::arg("up_bias"),
            nb::arg("gelu"), nb::arg("prompt_rows"), nb::arg("rows"))
       .def("softcapped", &LinearOp::softcapped, nb::arg("x"), nb::arg("out"), nb::arg("softcap"), nb::arg("rows"))

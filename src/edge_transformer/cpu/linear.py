@@ -8,6 +8,7 @@ the planes once per 512 prompt rows and once per 8 decode rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,17 @@ def linear_workspace(rows: int, cols: int) -> tuple[int, int]:
     return _native.linear_workspace(rows, cols)
 
 
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Weights that are used together, and their native object. Holding the weights keeps their identities theirs."""
+
+    op: _native.LinearOp
+    weights: tuple[Weight, ...]
+    cols: int
+    rows: tuple[int, ...]
+    no_biases: list[int]
+
+
 class LinearOps:
     """The linear ops on one pool and one instruction set (its number from `_native.instruction_set_index`).
 
@@ -35,11 +47,11 @@ class LinearOps:
     def __init__(self, pool: _native.ThreadPool, isa: int) -> None:
         self._pool = pool
         self._isa = isa
-        self._ops: dict[tuple[int, ...], tuple[_native.LinearOp, tuple[Weight, ...]]] = {}
+        self._bound: dict[int | tuple[int, ...], _Bound] = {}
 
     def forget(self) -> None:
         """Drop all native objects and the references to weights."""
-        self._ops.clear()
+        self._bound.clear()
 
     def linear_group(
         self,
@@ -51,20 +63,26 @@ class LinearOps:
         rows: int,
     ) -> None:
         """outs[i] = x @ weights[i].T + biases[i] for the first `rows` rows; x f32 [>= rows, cols], outs[i] f32."""
-        op = self._op(*weights)
-        _check_rows(x, weights[0].layout.cols, prompt_rows, rows)
-        for weight, out in zip(weights, outs, strict=True):
-            _check_output(out, weight.layout.rows, rows)
-        op.group(x.address, [out.address for out in outs], _bias_addresses(weights, biases), prompt_rows, rows, False)
+        key = tuple(map(id, weights))
+        bound = self._bound.get(key) or self._bind(key, *weights)
+        if x.shape[1] != bound.cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
+            raise _input_error(x, bound, prompt_rows, rows)
+        for out, cols in zip(outs, bound.rows, strict=True):
+            if out.shape[1] != cols or out.shape[0] < rows:
+                raise _output_error(out, cols, rows)
+        bound.op.group(x.address, [out.address for out in outs], _addresses(biases, bound), prompt_rows, rows)
 
     def linear_add(
         self, weight: Weight, bias: Tensor | None, x: Tensor, residual: Tensor, prompt_rows: int, rows: int
     ) -> None:
         """residual += x @ weight.T + bias for the first `rows` rows; residual f32 [>= rows, weight rows]."""
-        op = self._op(weight)
-        _check_rows(x, weight.layout.cols, prompt_rows, rows)
-        _check_output(residual, weight.layout.rows, rows)
-        op.group(x.address, [residual.address], _bias_addresses((weight,), (bias,)), prompt_rows, rows, True)
+        bound = self._bound.get(id(weight)) or self._bind(id(weight), weight)
+        if x.shape[1] != bound.cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
+            raise _input_error(x, bound, prompt_rows, rows)
+        if residual.shape[1] != bound.rows[0] or residual.shape[0] < rows:
+            raise _output_error(residual, bound.rows[0], rows)
+        bias_address = 0 if bias is None else _addresses((bias,), bound)[0]
+        bound.op.add(x.address, residual.address, bias_address, prompt_rows, rows)
 
     def gated_mlp(
         self,
@@ -79,44 +97,49 @@ class LinearOps:
         rows: int,
     ) -> None:
         """out = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias); activation "silu" or "gelu_tanh"."""
-        op = self._op(gate, up)
-        if gate.layout.rows != up.layout.rows:
-            raise ValueError(f"gate has {gate.layout.rows} rows, up {up.layout.rows}; they must be as many")
+        key = (id(gate), id(up))
+        bound = self._bound.get(key) or self._bind(key, gate, up)
+        if bound.rows[0] != bound.rows[1]:
+            raise ValueError(f"gate has {bound.rows[0]} rows, up {bound.rows[1]}; they must be as many")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; there are {', '.join(ACTIVATIONS)}")
-        _check_rows(x, gate.layout.cols, prompt_rows, rows)
-        _check_output(out, gate.layout.rows, rows)
-        first, second = _bias_addresses((gate, up), (gate_bias, up_bias))
-        op.gated(x.address, out.address, first, second, activation == "gelu_tanh", prompt_rows, rows)
+        if x.shape[1] != bound.cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
+            raise _input_error(x, bound, prompt_rows, rows)
+        if out.shape[1] != bound.rows[0] or out.shape[0] < rows:
+            raise _output_error(out, bound.rows[0], rows)
+        first, second = _addresses((gate_bias, up_bias), bound)
+        bound.op.gated(x.address, out.address, first, second, activation == "gelu_tanh", prompt_rows, rows)
 
     def lm_head(self, weight: Weight, x: Tensor, rows: int, softcap: float | None, out: Tensor) -> None:
         """out = softcap(x @ weight.T) for the first `rows` rows, always as decode rows; out f32 [>= rows, V]."""
-        op = self._op(weight)
-        _check_rows(x, weight.layout.cols, 0, rows)
-        _check_output(out, weight.layout.rows, rows)
-        op.softcapped(x.address, out.address, softcap or 0.0, rows)
+        bound = self._bound.get(id(weight)) or self._bind(id(weight), weight)
+        if x.shape[1] != bound.cols or not 0 <= rows <= x.shape[0]:
+            raise _input_error(x, bound, 0, rows)
+        if out.shape[1] != bound.rows[0] or out.shape[0] < rows:
+            raise _output_error(out, bound.rows[0], rows)
+        bound.op.softcapped(x.address, out.address, softcap or 0.0, rows)
 
     def gather_rows(self, table: Weight, token_ids: npt.NDArray[np.int32], scale: float, out: Tensor) -> None:
         """out[r] = scale * table[token_ids[r]]; token_ids int32 [rows]. ValueError for an id outside the table."""
-        op = self._op(table)
+        bound = self._bound.get(id(table)) or self._bind(id(table), table)
         if token_ids.dtype != np.int32 or token_ids.ndim != 1 or not token_ids.flags.c_contiguous:
             raise ValueError(
                 f"token ids are {token_ids.dtype} {token_ids.shape}; needed: contiguous int32 of one dimension"
             )
         rows = len(token_ids)
-        _check_output(out, table.layout.cols, rows)
-        op.gather(token_ids.ctypes.data, out.address, scale, rows)
+        if out.shape[1] != bound.cols or out.shape[0] < rows:
+            raise _output_error(out, bound.cols, rows)
+        bound.op.gather(token_ids.ctypes.data, out.address, scale, rows)
 
-    def _op(self, *weights: Weight) -> _native.LinearOp:
-        key = tuple(map(id, weights))
-        known = self._ops.get(key)
-        if known is None:
-            cols = {weight.layout.cols for weight in weights}
-            if len(cols) != 1:
-                raise ValueError(f"weights of one group have one number of columns, got {sorted(cols)}")
-            known = _native.LinearOp(self._pool, self._isa, [_view(weight) for weight in weights]), weights
-            self._ops[key] = known
-        return known[0]
+    def _bind(self, key: int | tuple[int, ...], *weights: Weight) -> _Bound:
+        cols = {weight.layout.cols for weight in weights}
+        if len(cols) != 1:
+            raise ValueError(f"weights of one group have one number of columns, got {sorted(cols)}")
+        op = _native.LinearOp(self._pool, self._isa, [_view(weight) for weight in weights])
+        rows = tuple(weight.layout.rows for weight in weights)
+        bound = _Bound(op, weights, cols.pop(), rows, [0] * len(weights))
+        self._bound[key] = bound
+        return bound
 
 
 def _view(weight: Weight) -> _native.WeightView:
@@ -127,18 +150,19 @@ def _view(weight: Weight) -> _native.WeightView:
     return _native.WeightView(index, layout.rows, layout.cols, weight.address, offsets, pitches)
 
 
-def _check_rows(x: Tensor, cols: int, prompt_rows: int, rows: int) -> None:
-    if x.shape[1] != cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
-        raise ValueError(f"x is {x.shape}; the weight has {cols} columns, prompt rows are {prompt_rows} of {rows} rows")
-
-
-def _check_output(out: Tensor, cols: int, rows: int) -> None:
-    if out.shape[1] != cols or out.shape[0] < rows:
-        raise ValueError(f"output is {out.shape}; needed: at least {rows} rows of {cols}")
-
-
-def _bias_addresses(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[int]:
-    for weight, bias in zip(weights, biases, strict=True):
-        if bias is not None and bias.shape != (weight.layout.rows,):
-            raise ValueError(f"bias is {bias.shape}; the weight has {weight.layout.rows} rows")
+def _addresses(biases: Sequence[Tensor | None], bound: _Bound) -> list[int]:
+    """Addresses of the biases of the bound weights, 0 where there is none."""
+    if not any(biases):
+        return bound.no_biases
+    for bias, rows in zip(biases, bound.rows, strict=True):
+        if bias is not None and bias.shape != (rows,):
+            raise ValueError(f"bias is {bias.shape}; the weight has {rows} rows")
     return [0 if bias is None else bias.address for bias in biases]
+
+
+def _input_error(x: Tensor, bound: _Bound, prompt_rows: int, rows: int) -> ValueError:
+    return ValueError(f"x is {x.shape}; needed: {bound.cols} columns, 0 <= {prompt_rows} prompt rows <= {rows} rows")
+
+
+def _output_error(out: Tensor, cols: int, rows: int) -> ValueError:
+    return ValueError(f"output is {out.shape}; needed: at least {rows} rows of {cols}")
