@@ -57,38 +57,6 @@ class CompiledKernel:
     resources: Resources | None  # None: PTX, which no assembler has seen
 
 
-def compile_kernel(
-    source: KernelSource,
-    path_arch: int,
-    capability: tuple[int, int] | None = None,
-    cache: KernelCache | None = None,
-    folder: Path = KERNEL_FOLDER,
-) -> CompiledKernel:
-    """The kernel as ETE_ARCH `path_arch` for a card of `capability` (None: the path's own), from `cache` if given.
-
-    Raises GpuError with the compiler's log when it refuses, or when NVRTC is not installed.
-    """
-    target = _target(path_arch if capability is None else capability[0] * 10 + capability[1])
-    defines = (("ETE_ARCH", str(path_arch)), ("ETE_THREADS", str(source.threads)), *source.defines)
-    options = (f"-arch={target}", *OPTIONS, *(f"-D{name}={value}" for name, value in defines))
-    texts = _with_headers(source.file, folder)
-    name = f"{source.entry}-{target}"
-    key = _key(source, texts, options)
-    if cache is not None and (stored := cache.get(name, key)) is not None:
-        return _unpack(source, stored)
-    compiled = _compile(source, target, texts, options)
-    if cache is not None:
-        try:
-            cache.put(name, key, _pack(compiled))
-        except OSError as error:
-            warnings.warn(
-                f"compiled kernels cannot be kept in {cache.folder} ({error}): they are compiled at every start; "
-                "ETE_CACHE names another folder",
-                stacklevel=2,
-            )
-    return compiled
-
-
 def compile_all(
     sources: Sequence[KernelSource],
     path_arch: int,
@@ -97,22 +65,43 @@ def compile_all(
     folder: Path = KERNEL_FOLDER,
     progress: Progress = silent,
 ) -> list[CompiledKernel]:
-    """Compile many, several at once. `progress` is told "compiling NAME", how many are done and how many there are."""
-    results: dict[int, CompiledKernel] = {}
-    threads = max(1, min(len(os.sched_getaffinity(0)), len(sources)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="nvrtc") as pool:
-        pending = {
-            pool.submit(compile_kernel, source, path_arch, capability, cache, folder): index
-            for index, source in enumerate(sources)
-        }
+    """The kernels as ETE_ARCH `path_arch` for a card of `capability` (None: the path's own), in the order of `sources`.
+
+    Those not in `cache` are compiled, several at once; `progress` is told "compiling NAME", how many of them are done
+    and how many there are. Raises GpuError with the compiler's log when it refuses, or when NVRTC is not installed.
+    """
+    target = _target(path_arch if capability is None else capability[0] * 10 + capability[1])
+    jobs = [_Job.of(source, path_arch, target, folder) for source in sources]
+    results = [None if cache is None else _from_cache(job, cache) for job in jobs]
+    missing = [index for index, result in enumerate(results) if result is None]
+    if not missing:
+        return [result for result in results if result is not None]
+    progress(f"compiling {jobs[missing[0]].source.entry}", 0, len(missing))
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), len(missing)), thread_name_prefix="nvrtc") as pool:
+        pending = {pool.submit(_compile, jobs[index]): index for index in missing}
         try:
             for done, future in enumerate(as_completed(pending), 1):
-                results[pending[future]] = future.result()
-                progress(f"compiling {sources[pending[future]].entry}", done, len(sources))
+                index = pending[future]
+                results[index] = future.result()
+                if cache is not None:
+                    _into_cache(jobs[index], future.result(), cache)
+                progress(f"compiling {jobs[index].source.entry}", done, len(missing))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return [results[index] for index in range(len(sources))]
+    return [result for result in results if result is not None]
+
+
+def compile_kernel(
+    source: KernelSource,
+    path_arch: int,
+    capability: tuple[int, int] | None = None,
+    cache: KernelCache | None = None,
+    folder: Path = KERNEL_FOLDER,
+    progress: Progress = silent,
+) -> CompiledKernel:
+    """One kernel, as `compile_all`."""
+    return compile_all([source], path_arch, capability, cache, folder, progress)[0]
 
 
 # ---- what goes into a kernel
@@ -138,22 +127,48 @@ def _read(path: Path) -> str:
         raise GpuError(f"the kernel source {path} cannot be read: {error}; install the package again") from error
 
 
-def _key(source: KernelSource, texts: dict[str, str], options: tuple[str, ...]) -> str:
-    content = json.dumps([source.file, source.entry, sorted(texts.items()), options, _compiler_version()])
-    return hashlib.sha256(content.encode()).hexdigest()[:32]
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A kernel to be made, under the name and key it has in the cache."""
+
+    source: KernelSource
+    target: str
+    texts: dict[str, str]
+    options: tuple[str, ...]
+    name: str
+    key: str
+
+    @staticmethod
+    def of(source: KernelSource, path_arch: int, target: str, folder: Path) -> _Job:
+        defines = (("ETE_ARCH", str(path_arch)), ("ETE_THREADS", str(source.threads)), *source.defines)
+        options = (f"-arch={target}", *OPTIONS, *(f"-D{name}={value}" for name, value in defines))
+        texts = _with_headers(source.file, folder)
+        content = json.dumps([source.file, source.entry, sorted(texts.items()), options, _compiler_version()])
+        key = hashlib.sha256(content.encode()).hexdigest()[:32]
+        return _Job(source, target, texts, options, f"{source.entry}-{target}", key)
 
 
-def _pack(compiled: CompiledKernel) -> bytes:
-    resources = None if compiled.resources is None else asdict(compiled.resources)
-    header = {"source": asdict(compiled.source), "target": compiled.target, "resources": resources}
-    return json.dumps(header).encode() + b"\n" + compiled.code
-
-
-def _unpack(source: KernelSource, stored: bytes) -> CompiledKernel:
+def _from_cache(job: _Job, cache: KernelCache) -> CompiledKernel | None:
+    stored = cache.get(job.name, job.key)
+    if stored is None:
+        return None
     line, _, code = stored.partition(b"\n")
     header = json.loads(line)
     resources = None if header["resources"] is None else Resources(**header["resources"])
-    return CompiledKernel(source, header["target"], code, resources)
+    return CompiledKernel(job.source, header["target"], code, resources)
+
+
+def _into_cache(job: _Job, compiled: CompiledKernel, cache: KernelCache) -> None:
+    resources = None if compiled.resources is None else asdict(compiled.resources)
+    header = {"source": asdict(job.source), "target": compiled.target, "resources": resources}
+    try:
+        cache.put(job.name, job.key, json.dumps(header).encode() + b"\n" + compiled.code)
+    except OSError as error:
+        warnings.warn(
+            f"compiled kernels cannot be kept in {cache.folder} ({error}): they are compiled at every start; "
+            "ETE_CACHE names another folder",
+            stacklevel=2,
+        )
 
 
 # ---- NVRTC
@@ -205,8 +220,9 @@ def _target(arch: int) -> str:
     return f"sm_{known[-1]}" if same_generation else f"compute_{known[-1]}"
 
 
-def _compile(source: KernelSource, target: str, texts: dict[str, str], options: tuple[str, ...]) -> CompiledKernel:
+def _compile(job: _Job) -> CompiledKernel:
     nvrtc = _nvrtc()
+    source, target, texts, options = job.source, job.target, job.texts, job.options
     headers = [name for name in texts if name != source.file]
     (program,) = _checked(
         "nvrtcCreateProgram",
