@@ -1,0 +1,190 @@
+"""A pass's batch on the GPU: flat arrays of bounded size in one block, uploaded by one copy.
+
+Kernels read positions, lengths and counts from device memory and leave early beyond the live rows, so a captured graph
+is replayed unpatched: the addresses never change, and grids depend on the buckets only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_transformer.cuda.runtime import Gpu, Memory, Stream
+from edge_transformer.formats.weight import round_up
+from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
+from edge_transformer.ops.tensor import array_at
+
+QUERY_BLOCK_ROWS = 16
+"""Prompt rows of one sequence that attention takes together."""
+
+DECODE_BUCKETS = (1, 2, 4, 8)
+PROMPT_BUCKET_STEP = 64
+
+
+def bucket(rows: int) -> int:
+    """Rows a grid is made for: 0, 1, 2, 4, 8, 16, 32, then multiples of 64."""
+    if rows <= 32:
+        return 0 if rows == 0 else 1 << (rows - 1).bit_length()
+    return round_up(rows, PROMPT_BUCKET_STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCapacity:
+    """What the block is made for. tiles: KV tiles of the longest sequence the model can have."""
+
+    rows: int
+    sequences: int
+    tiles: int
+    layers: int
+    rotary_dims: tuple[int, ...]  # of each rope
+
+
+class DeviceBatch:
+    """Device addresses of a batch's arrays, and the host's facts that choose grids.
+
+    counts        int32 [4]: prompt rows, rows, sequences, logit rows
+    token_ids, positions, row_sequence, logit_rows   int32 [rows]
+    query_blocks  int32 [rows, 4]: first row, row count (at most 16), position of the first row, sequence
+    cos, sin      per rope f32 [rows, rotary_dim / 2]
+    tile_table(layer)   int64 [sequences, tile_stride]: addresses of KV tiles, 0 where freed
+    """
+
+    def __init__(self, gpu: Gpu, address: int, staging: Memory, capacity: BatchCapacity) -> None:
+        """`address`: block_bytes(capacity) bytes of device memory; `staging`: as many page-locked host bytes."""
+        self._gpu = gpu
+        self._staging = staging
+        self._offsets, self.nbytes = _offsets(capacity)
+        self._capacity = capacity
+        self._address = address
+        self.tile_stride = capacity.tiles
+        self.prompt_rows = self.rows = self.sequences = self.logit_rows_count = self.query_block_count = 0
+        self.last_position = 0
+
+    @staticmethod
+    def block_bytes(capacity: BatchCapacity) -> int:
+        """Bytes of the block, on the device and in page-locked memory."""
+        return _offsets(capacity)[1]
+
+    @property
+    def decode_rows(self) -> int:
+        return self.rows - self.prompt_rows
+
+    @property
+    def prompt_bucket(self) -> int:
+        """Prompt rows that grids are made for."""
+        return bucket(self.prompt_rows)
+
+    @property
+    def decode_bucket(self) -> int:
+        return bucket(self.decode_rows)
+
+    @property
+    def query_block_bucket(self) -> int:
+        return bucket(self.query_block_count)
+
+    @property
+    def counts(self) -> int:
+        return self._at("counts")
+
+    @property
+    def token_ids(self) -> int:
+        return self._at("token_ids")
+
+    @property
+    def positions(self) -> int:
+        return self._at("positions")
+
+    @property
+    def row_sequence(self) -> int:
+        return self._at("row_sequence")
+
+    @property
+    def logit_rows(self) -> int:
+        return self._at("logit_rows")
+
+    @property
+    def query_blocks(self) -> int:
+        return self._at("query_blocks")
+
+    def cos(self, rope: int) -> int:
+        return self._at(f"cos.{rope}")
+
+    def sin(self, rope: int) -> int:
+        return self._at(f"sin.{rope}")
+
+    def tile_table(self, layer: int) -> int:
+        return self._at("tile_tables") + layer * self._capacity.sequences * self.tile_stride * 8
+
+    def upload(self, batch: Batch, stream: Stream) -> None:
+        """Queue the copy of a batch to the device. The pass before must have read the staging memory (the engine reads
+        each pass's logits, or synchronizes, before the next). Raises ValueError when it exceeds the capacity.
+        """
+        capacity, blocks = self._capacity, _query_blocks(batch)
+        sequences = len(batch.tile_tables[0])
+        if batch.rows > capacity.rows or sequences > capacity.sequences:
+            raise ValueError(f"{batch.rows} rows of {sequences} sequences exceed {capacity}")
+        self.prompt_rows, self.rows, self.sequences = batch.prompt_rows, batch.rows, sequences
+        self.logit_rows_count, self.query_block_count = len(batch.logit_rows), len(blocks)
+        self.last_position = int(batch.positions.max())
+        self._put("counts", np.array([batch.prompt_rows, batch.rows, sequences, len(batch.logit_rows)], np.int32))
+        self._put("token_ids", batch.token_ids)
+        self._put("positions", batch.positions)
+        self._put("row_sequence", batch.row_sequence)
+        self._put("logit_rows", batch.logit_rows)
+        self._put("query_blocks", blocks)
+        for rope, (cos, sin) in enumerate(zip(batch.rope_cos, batch.rope_sin, strict=True)):
+            self._put(f"cos.{rope}", cos)
+            self._put(f"sin.{rope}", sin)
+        tables = array_at(
+            self._staging.address + self._offsets["tile_tables"],
+            (capacity.layers, capacity.sequences, capacity.tiles),
+            np.int64,
+        )
+        for layer, table in enumerate(batch.tile_tables):
+            tables[layer, : table.shape[0], : table.shape[1]] = table
+        self._gpu.copy(self._address, self._staging.address, self.nbytes, stream)
+
+    def _at(self, name: str) -> int:
+        return self._address + self._offsets[name]
+
+    def _put(self, name: str, values: npt.NDArray[np.generic]) -> None:
+        array_at(self._staging.address + self._offsets[name], values.shape, values.dtype)[...] = values
+
+
+def tiles_of_context(context_length: int) -> int:
+    """KV tiles of a sequence that fills the context."""
+    return -(-context_length // KV_TILE_POSITIONS)
+
+
+def _query_blocks(batch: Batch) -> npt.NDArray[np.int32]:
+    """int32 [n, 4]: the prompt rows cut into blocks of one sequence each."""
+    blocks = [
+        (span.row_start + start, min(QUERY_BLOCK_ROWS, span.row_count - start), span.position + start, span.sequence)
+        for span in batch.prompt_spans
+        for start in range(0, span.row_count, QUERY_BLOCK_ROWS)
+    ]
+    return np.array(blocks, np.int32).reshape(-1, 4)
+
+
+def _offsets(capacity: BatchCapacity) -> tuple[dict[str, int], int]:
+    """Byte offset of each array, and the bytes of them all."""
+    rows = capacity.rows
+    sizes = {
+        "counts": 16,
+        "token_ids": rows * 4,
+        "positions": rows * 4,
+        "row_sequence": rows * 4,
+        "logit_rows": rows * 4,
+        "query_blocks": rows * 16,
+    }
+    for rope, rotary_dim in enumerate(capacity.rotary_dims):
+        sizes[f"cos.{rope}"] = sizes[f"sin.{rope}"] = rows * rotary_dim // 2 * 4
+    sizes["tile_tables"] = capacity.layers * capacity.sequences * capacity.tiles * 8
+    offsets: dict[str, int] = {}
+    total = 0
+    for name, nbytes in sizes.items():
+        offsets[name] = total
+        total = round_up(total + nbytes, 256)
+    return offsets, total
