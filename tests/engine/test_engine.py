@@ -208,6 +208,38 @@ def test_misuse_is_named(llama: Engine) -> None:
     assert len(sequence) == 0
 
 
+def test_logits_of_an_earlier_pass_are_not_given_out(llama: Engine) -> None:
+    """They lie where the later pass has put its own."""
+    first, second = llama.new_sequence(), llama.new_sequence()
+    tokens = random_tokens(20, 20)
+    expected = in_chunks(llama, tokens, 512)
+    stale = llama.step([Chunk(first, tokens, "prompt", "all")])
+    append(llama, second, tokens[::-1])
+    assert stale is not None
+    with pytest.raises(UsageError, match="until the next pass"):
+        stale.logits()
+    first.truncate(0)
+    kept = llama.step([Chunk(first, tokens, "prompt", "all")])
+    assert kept is not None
+    kept.keep()
+    append(llama, second, tokens[::-1])
+    assert np.array_equal(kept.logits(), expected)
+    first.close()
+    second.close()
+
+
+def test_closed_engine_makes_no_pass(models: dict[str, Path]) -> None:
+    engine = open_cpu_engine(models["llama"])
+    sequence = engine.new_sequence()
+    result = engine.step([Chunk(sequence, [1, 2], "prompt", "last")])
+    engine.close()
+    assert result is not None
+    with pytest.raises(UsageError, match="has been closed"):
+        result.logits()
+    with pytest.raises(UsageError, match="has been closed"):
+        engine.step([Chunk(sequence, [3], "decode")])
+
+
 def test_context_is_not_exceeded(models: dict[str, Path]) -> None:
     engine = open_cpu_engine(models["llama"])
     sequence = engine.new_sequence()

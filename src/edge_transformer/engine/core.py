@@ -50,29 +50,44 @@ class Chunk:
 
 
 class PassResult:
-    """What a pass leaves: hidden states in the workspace, from which logits are made on demand, until the next pass.
+    """What a pass leaves: hidden states, from which logits are made on demand, until the next pass (or after `keep`).
 
     `rows` are (index of the chunk, index of the token in the chunk) of every row whose logits were asked, in the order
     in which `logits` gives them.
     """
 
-    def __init__(self, engine: Engine, batch: Batch, rows: list[tuple[int, int]]) -> None:
+    def __init__(self, engine: Engine, batch: Batch, rows: list[tuple[int, int]], number: int) -> None:
+        """`number`: which pass of the engine this was."""
         self.rows = rows
         self._engine = engine
         self._batch = batch
+        self._number = number
+        self._kept: Tensor | None = None
+
+    def keep(self) -> None:
+        """Copy the hidden states, so that logits can be read after other passes too. Raises as `blocks` does."""
+        with self._engine.lock:
+            self._kept = tensor_of(self._hidden().rows(0, len(self.rows)).numpy().view(np.float32).copy())
 
     def blocks(self) -> Iterator[tuple[AbstractSequence[tuple[int, int]], npt.NDArray[np.float32]]]:
-        """Yield (rows, logits f32 [len(rows), V]) block by block; each block is overwritten by the next.
+        """Yield (rows, logits f32 [len(rows), V]) block by block.
 
-        Raises NumericError when a logit is NaN or infinite.
+        Raises NumericError when a logit is NaN or infinite; UsageError when another pass was made, or the engine is
+        closed.
         """
         for start in range(0, len(self.rows), LOGIT_BLOCK_ROWS):
             rows = self.rows[start : start + LOGIT_BLOCK_ROWS]
-            yield rows, self._engine._logits(self._batch, start, len(rows))
+            with self._engine.lock:
+                logits = self._engine._logits(self._batch, self._hidden().rows(start, start + len(rows))).copy()
+            yield rows, logits
 
     def logits(self) -> npt.NDArray[np.float32]:
-        """f32 [len(rows), V], a copy."""
-        return np.concatenate([block.copy() for _, block in self.blocks()])
+        """f32 [len(rows), V]."""
+        return np.concatenate([block for _, block in self.blocks()])
+
+    def _hidden(self) -> Tensor:
+        """f32 [>= len(rows), H]."""
+        return self._engine._selected_of(self._number) if self._kept is None else self._kept
 
 
 class Engine:
@@ -109,6 +124,8 @@ class Engine:
             for shape, vectors, norm in zip(shapes, weights.vectors, following, strict=True)
         ]
         self._segments = [tuple(segment.name for segment in layer.segments) for layer in spec.layers]
+        self._passes = 0
+        self._closed = False
         self._allocate_workspace()
 
     def new_sequence(self) -> Sequence:
@@ -120,21 +137,25 @@ class Engine:
 
         Every sequence may occur once. `cancelled` is asked between layers; when it says yes the pass is given up, None
         is returned and no sequence has changed. The result's logits can be read until the next pass.
-        Raises UsageError (no rows, a sequence twice, a token that does not exist), CapacityError (more than max_rows
-        rows, or memory refused), ContextLengthError, FileChangedError (a model file changed under the mapping).
+        Raises UsageError (no rows, a sequence twice, a token that does not exist, an engine that is closed),
+        CapacityError (more than max_rows rows, or memory refused), ContextLengthError, FileChangedError (a model file
+        changed under the mapping).
         """
+        self._require_open()
         self._check(chunks)
+        self._passes += 1
         for chunk in chunks:
             chunk.sequence.prepare(len(chunk.tokens))
         batch, rows = self._batch(chunks)
-        if not self._run_layers(batch, cancelled):
+        if not self._run_layers(batch, lambda: self._closed or (cancelled is not None and cancelled())):
+            self._require_open()
             return None
         self._checkpoint.check_unchanged()
         for chunk in chunks:
             chunk.sequence.commit(chunk.tokens)
         if rows:
             self._backend.select_rows(self._activations.normed, tensor_of(batch.logit_rows), len(rows), self._selected)
-        return PassResult(self, batch, rows)
+        return PassResult(self, batch, rows, self._passes)
 
     def prefill(
         self,
@@ -174,9 +195,13 @@ class Engine:
         return border - position if border > position else limit
 
     def close(self) -> None:
-        """Release weights, workspace and the backend's threads."""
-        self._weights.close()
-        self._backend.close()
+        """Release weights, workspace and the backend's threads. A pass that runs in another thread is given up before,
+        and raises UsageError there.
+        """
+        self._closed = True
+        with self.lock:
+            self._weights.close()
+            self._backend.close()
 
     @property
     def workspace_bytes(self) -> int:
@@ -197,6 +222,11 @@ class Engine:
         self._logits_block = Tensor(
             address + activation_bytes + selected_bytes, (LOGIT_BLOCK_ROWS, config.vocab_size), DType.F32, owner
         )
+
+    def _require_open(self) -> None:
+        """What lies in the weights' memory must not be read once it is given back."""
+        if self._closed:
+            raise UsageError("this model has been closed")
 
     def _check(self, chunks: AbstractSequence[Chunk]) -> None:
         rows = sum(len(chunk.tokens) for chunk in chunks)
@@ -276,8 +306,15 @@ class Engine:
                     after(f"layer {index} ({segment})")
         return True
 
-    def _logits(self, batch: Batch, start: int, count: int) -> npt.NDArray[np.float32]:
-        selected = self._selected.rows(start, start + count)
+    def _selected_of(self, number: int) -> Tensor:
+        """Hidden states of the rows whose logits were asked in the pass of this number."""
+        if number != self._passes:
+            raise UsageError("the logits of a pass can be read until the next pass only")
+        return self._selected
+
+    def _logits(self, batch: Batch, selected: Tensor) -> npt.NDArray[np.float32]:
+        self._require_open()
+        count = selected.shape[0]
         self._backend.lm_head(self._weights.head, selected, count, self.config.final_softcap, self._logits_block)
         logits = self._logits_block.numpy()[:count].view(np.float32)
         if not np.isfinite(logits).all():

@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING
+from types import GeneratorType, TracebackType
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +107,7 @@ class Stream(Iterator[str]):
         self._engine = engine
         self._tokenizer = tokenizer
         self._progress = progress
-        self._pieces = self._run(sequence, finished)
+        self._pieces = cast("GeneratorType[str, None, None]", self._run(sequence, finished))
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -146,9 +146,10 @@ class Stream(Iterator[str]):
         self._cancelled = True
 
     def close(self) -> None:
-        """End the generation now, if it has not ended, and free its state."""
+        """End the generation now, if it has not ended, and free its state. Another thread that iterates ends it."""
         self.cancel()
-        self._pieces.close()
+        if not self._pieces.gi_running:
+            self._pieces.close()
 
     def _run(self, sequence: EngineSequence, finished: Callable[[EngineSequence], None]) -> Generator[str, None, None]:
         state = self._state

@@ -145,8 +145,7 @@ class LLM:
 
         Raises TextError, UsageError, ContextLengthError at once; NumericError and FileChangedError while iterating.
         """
-        if self._closed:
-            raise UsageError("this LLM has been closed")
+        self._require_open()
         from edge_transformer.engine.generation import Stream
 
         config = make_config(config, overrides)
@@ -185,10 +184,11 @@ class LLM:
     ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yield (start, logits f32 [n, V]) for consecutive positions: row i holds the logits of token start + i + 1.
 
-        Each block is overwritten by the next. Raises ContextLengthError, UsageError.
+        Other calls may be made between two blocks. Raises ContextLengthError, UsageError.
         """
         from edge_transformer.engine.core import Chunk
 
+        self._require_open()
         self._check_prompt(ids)
         self._checkpoint.check_unchanged()
         sequence = self.engine.new_sequence()
@@ -199,14 +199,18 @@ class LLM:
                 with self.engine.lock:
                     result = self.engine.step([Chunk(sequence, ids[done : done + count], "prompt", "all")])
                     if result is not None:
-                        for rows, logits in result.blocks():
-                            yield done + rows[0][1], logits
+                        result.keep()
+                if result is not None:
+                    for rows, logits in result.blocks():
+                        yield done + rows[0][1], logits
                 done += count
         finally:
             sequence.close()
 
     def close(self) -> None:
-        """Release mappings, memory and threads. Closing twice is harmless."""
+        """Release mappings, memory and threads. Closing twice is harmless; a stream that is still open then raises
+        UsageError.
+        """
         if self._closed:
             return
         self._closed = True
@@ -224,6 +228,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("this LLM has been closed")
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -273,7 +281,7 @@ def make_config(config: GenerationConfig | None, overrides: Mapping[str, Any]) -
 def _context_length(config: ModelConfig, asked: int | None) -> int:
     if asked is None:
         return config.context_length
-    if not 1 <= asked <= config.context_length:
+    if not isinstance(asked, int) or not 1 <= asked <= config.context_length:
         raise UsageError(
             f"context length {asked} is out of range: this model was made for 1 to {config.context_length} tokens"
         )

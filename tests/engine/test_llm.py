@@ -1,0 +1,153 @@
+"""The public object in careless hands: closed too early, called from several threads, abandoned in the middle."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from edge_transformer import LLM
+from edge_transformer.errors import TextError, UsageError
+from tiny.models import MODELS
+from tiny.weights import make_weights
+from tiny.write import write_hf
+
+VOCABULARY = 300
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def write_chat_model(folder: Path) -> Path:
+    """A tiny model with a tokenizer of single bytes and a chat template."""
+    config = MODELS["llama"].config | {"vocab_size": VOCABULARY, "max_position_embeddings": 2048}
+    weights = make_weights(type(MODELS["llama"])("llama", config, {}))
+    path = write_hf(folder, config, weights)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture
+def llm(path: Path) -> Iterator[LLM]:
+    with LLM(path, threads=2) as llm:
+        yield llm
+
+
+def test_stream_of_a_closed_model_is_an_error(llm: LLM) -> None:
+    stream = llm.stream("one", ignore_eos=True)
+    next(stream)
+    llm.close()
+    with pytest.raises(UsageError, match="closed"):
+        list(stream)
+    assert stream.result.ids
+
+
+@pytest.mark.parametrize("use", [lambda llm: llm.generate("one"), lambda llm: list(llm.score_blocks([1, 2]))])
+def test_closed_model_says_so(llm: LLM, use: Callable[[LLM], Any]) -> None:
+    llm.close()
+    with pytest.raises(UsageError, match="this LLM has been closed"):
+        use(llm)
+
+
+def test_closing_while_another_thread_generates(path: Path) -> None:
+    for _ in range(5):
+        outcome: list[object] = []
+        llm = LLM(path, threads=2)
+        stream = llm.stream("one", max_tokens=1500, ignore_eos=True)
+        next(stream)
+
+        def iterate(stream: Iterator[str] = stream, outcome: list[object] = outcome) -> None:
+            try:
+                outcome.append(len(list(stream)))
+            except UsageError as error:
+                outcome.append(str(error))
+
+        thread = threading.Thread(target=iterate)
+        thread.start()
+        llm.close()
+        thread.join(30)
+        assert outcome == ["this model has been closed"]
+
+
+def test_closing_a_stream_that_another_thread_iterates_ends_it(llm: LLM) -> None:
+    stream = llm.stream("one", max_tokens=1500, ignore_eos=True)
+    next(stream)
+    thread = threading.Thread(target=lambda: list(stream))
+    thread.start()
+    stream.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert stream.result.finish_reason == "interrupted"
+
+
+def test_scores_do_not_change_by_calls_between_blocks(llm: LLM) -> None:
+    ids = np.random.default_rng(1).integers(0, VOCABULARY, 90).tolist()
+    undisturbed = [block.copy() for _, block in llm.score_blocks(ids, 64)]
+    disturbed = []
+    for _, block in llm.score_blocks(ids, 64):
+        list(llm.score_blocks(ids[::-1], 64))
+        llm.generate("one", max_tokens=2)
+        disturbed.append(block)
+    for ours, theirs in zip(disturbed, undisturbed, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_abandoned_scores_do_not_stop_other_threads(llm: LLM) -> None:
+    blocks = llm.score_blocks(list(range(40)))
+    next(blocks)
+    thread = threading.Thread(target=lambda: llm.generate("one", max_tokens=2), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    blocks.close()
+
+
+def test_interleaved_streams_equal_lone_ones(llm: LLM) -> None:
+    settings: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    alone = [llm.generate(prompt, **settings).ids for prompt in ("one", "another")]
+    streams = [llm.stream(prompt, **settings) for prompt in ("one", "another")]
+    for _ in range(20):
+        for stream in streams:
+            next(stream, None)
+    for stream, ids in zip(streams, alone, strict=True):
+        list(stream)
+        assert stream.result.ids == ids
+
+
+def test_error_in_the_callers_loop_leaves_the_model_usable(llm: LLM) -> None:
+    expected = llm.generate("one", max_tokens=5).ids
+    with pytest.raises(ZeroDivisionError):
+        fail_on_first(llm.stream("one"))
+    assert llm.generate("one", max_tokens=5).ids == expected
+
+
+def fail_on_first(pieces: Iterator[str]) -> None:
+    for _ in pieces:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("length", [0, -1, 2049, 10**30, 2.5])
+def test_context_length_out_of_range_is_refused(path: Path, length: Any) -> None:
+    with pytest.raises(UsageError, match="context length"):
+        LLM(path, context_length=length)
+
+
+def test_raw_prompt_must_be_text(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="raw=True"):
+        llm.generate([{"role": "user", "content": "one"}], raw=True)
+    with pytest.raises(TextError, match="at least one message"):
+        llm.generate([])
