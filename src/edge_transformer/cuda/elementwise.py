@@ -1,0 +1,219 @@
+"""Norms, rope with KV append, embedding rows and what surrounds lm_head, on a GPU. Contracts: ops/contracts.py.
+
+Every method queues launches on `stream` and returns. Tensors and weights have device addresses. ValueError for shapes
+that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from edge_transformer.cuda.launch_rows import LaunchRows
+from edge_transformer.cuda.runtime import Gpu, Kernel, KernelSource, Stream
+from edge_transformer.formats.weight import Weight, WeightFormat
+from edge_transformer.ops.backend import AttentionShape
+from edge_transformer.ops.tensor import DType, Tensor
+
+MAX_HEAD_DIM = 256
+_WARP = 32
+
+
+def add_norm_source() -> KernelSource:
+    return KernelSource("norm.cu", "add_norm", 256)
+
+
+def rope_append_source(kv_dtype: DType) -> KernelSource:
+    return KernelSource("rope_append.cu", "rope_append", 128, (("ETE_KV_BF16", str(int(kv_dtype is DType.BF16))),))
+
+
+def gather_source(weight_format: WeightFormat) -> KernelSource:
+    return KernelSource("gather.cu", "gather_rows", 128, (("ETE_FORMAT", weight_format.value),))
+
+
+def select_rows_source() -> KernelSource:
+    return KernelSource("logits.cu", "select_rows", 256)
+
+
+def argmax_source() -> KernelSource:
+    return KernelSource("logits.cu", "argmax", 1024)
+
+
+def all_sources(formats: Iterable[WeightFormat]) -> list[KernelSource]:
+    """Every kernel of this file that a model with weights of `formats` may need."""
+    common = [add_norm_source(), select_rows_source(), argmax_source()]
+    return [*common, *map(rope_append_source, (DType.F32, DType.BF16)), *map(gather_source, formats)]
+
+
+class ElementwiseOps:
+    """The elementwise ops of one GPU. Kernels are loaded at their first use; `prepare` does it before a pass."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._kernels: dict[KernelSource, Kernel] = {}
+
+    def prepare(self, embedding: WeightFormat, kv_dtype: DType) -> None:
+        """Load what a model with an embedding table of this format and KV tiles of this type needs."""
+        fixed = (add_norm_source(), select_rows_source(), argmax_source())
+        for source in (*fixed, rope_append_source(kv_dtype), gather_source(embedding)):
+            self._kernel(source)
+
+    def gather_rows(
+        self, table: Weight, token_ids: int, scale: float, out: Tensor, rows: LaunchRows, stream: Stream
+    ) -> None:
+        """out[r] = scale * table[token_ids[r]]; token_ids: address of int32 [rows]. An unknown id gives NaN."""
+        layout = table.layout
+        _check(out, rows.prompt + rows.decode, layout.cols)
+        offsets = [np.int64(plane.offset) for plane in layout.planes[1:]]
+        offsets += [np.int64(0)] * (3 - len(offsets))
+        self._gpu.launch(
+            self._kernel(gather_source(layout.format)),
+            (rows.prompt + rows.decode, 1, 1),
+            0,
+            stream,
+            (
+                table.address,
+                *offsets,
+                np.int32(layout.rows),
+                np.int32(layout.cols),
+                token_ids,
+                np.float32(scale),
+                out.address,
+                rows.counts,
+            ),
+        )
+
+    def add_norm(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        delta_norm: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        rows: LaunchRows,
+        stream: Stream,
+    ) -> None:
+        """residual += delta_norm ? rmsnorm(delta) * delta_norm : delta; out = rmsnorm(residual) * weight."""
+        (cols,) = weight.shape
+        live = rows.prompt + rows.decode
+        for tensor in (residual, out, *(() if delta is None else (delta,))):
+            _check(tensor, live, cols)
+        if delta_norm is not None and delta_norm.shape != (cols,):
+            raise ValueError(f"delta_norm is {delta_norm.shape}; needed: ({cols},)")
+        self._gpu.launch(
+            self._kernel(add_norm_source()),
+            (live, 1, 1),
+            0,
+            stream,
+            (
+                residual.address,
+                _address(delta),
+                _address(delta_norm),
+                weight.address,
+                np.float32(eps),
+                out.address,
+                rows.counts,
+                np.int32(cols),
+            ),
+        )
+
+    def qk_norm_rope_append(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        shape: AttentionShape,
+        cosines: int,
+        sines: int,
+        positions: int,
+        row_sequence: int,
+        tile_table: int,
+        tiles: int,
+        tile_writes: Sequence[tuple[int, int]],
+        rows: LaunchRows,
+        stream: Stream,
+    ) -> None:
+        """q in place, k and v into their tiles. Device addresses: cosines, sines f32 [rows, rotary / 2] (0: no rope),
+        positions, row_sequence int32 [rows], tile_table int64 [sequences, tiles]. tile_writes: (address, bytes) of the
+        tiles that may be written.
+        """
+        live, head_dim = rows.prompt + rows.decode, shape.head_dim
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim is {head_dim}; at most {MAX_HEAD_DIM}")
+        _check(q, live, shape.heads * head_dim)
+        _check(k, live, shape.kv_heads * head_dim)
+        _check(v, live, shape.kv_heads * head_dim)
+        for norm in (q_norm, k_norm):
+            if norm is not None and norm.shape != (head_dim,):
+                raise ValueError(f"q_norm or k_norm is {norm.shape}; needed: ({head_dim},)")
+        source = rope_append_source(shape.kv_dtype)
+        warps = source.threads // _WARP
+        self._gpu.launch(
+            self._kernel(source),
+            (live, -(-(shape.heads + 2 * shape.kv_heads) // warps), 1),
+            0,
+            stream,
+            (
+                q.address,
+                k.address,
+                v.address,
+                _address(q_norm),
+                _address(k_norm),
+                np.float32(eps),
+                cosines,
+                sines,
+                positions,
+                row_sequence,
+                tile_table,
+                np.int32(tiles),
+                rows.counts,
+                np.int32(shape.heads),
+                np.int32(shape.kv_heads),
+                np.int32(head_dim),
+                np.int32(0 if shape.rope is None else shape.rotary_dim),
+            ),
+            writes=tile_writes,
+        )
+
+    def select_rows(self, x: Tensor, indices: int, out: Tensor, rows: LaunchRows, stream: Stream) -> None:
+        """out[i] = x[indices[i]] for the logit rows; indices: address of int32 [logit rows]."""
+        cols = x.shape[1]
+        _check(out, rows.logits, cols)
+        self._gpu.launch(
+            self._kernel(select_rows_source()),
+            (rows.logits, 1, 1),
+            0,
+            stream,
+            (x.address, indices, out.address, rows.counts, np.int32(cols)),
+        )
+
+    def argmax(self, logits: Tensor, ids: int, rows: LaunchRows, stream: Stream) -> None:
+        """ids[i] = first index of the largest of logits[i]; -1 where one is NaN or infinite. ids: address of int32."""
+        _check(logits, rows.logits, logits.shape[1])
+        self._gpu.launch(
+            self._kernel(argmax_source()),
+            (rows.logits, 1, 1),
+            0,
+            stream,
+            (logits.address, ids, rows.counts, np.int32(logits.shape[1])),
+        )
+
+    def _kernel(self, source: KernelSource) -> Kernel:
+        kernel = self._kernels.get(source)
+        if kernel is None:
+            kernel = self._kernels[source] = self._gpu.kernel(source)
+        return kernel
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.address
+
+
+def _check(tensor: Tensor, rows: int, cols: int) -> None:
+    if tensor.shape[1] != cols or tensor.shape[0] < rows:
+        raise ValueError(f"a tensor is {tensor.shape}; needed: at least {rows} rows of {cols}")

@@ -1,0 +1,235 @@
+// y = x @ weight.T for decode rows, from the planes of the weights with fp32 activations.
+//
+// A warp makes ETE_ROWS_PER_WARP output rows for up to ETE_BATCH rows of x. Lane l takes the 16-byte units l, l + 32, ...
+// of a row, in that order; per group it sums code * x, then adds scale * sum (and minimum * sum of x); the lanes are
+// added by a tree. So a result depends on its row of x and on the columns alone, whatever ETE_BATCH is.
+//
+// x goes through shared memory, kChunk columns at a time, with the 16-byte pieces permuted so that the lanes of a
+// quarter warp meet different banks. The units of the next ETE_AHEAD steps are under way while those of one are used.
+//
+// Moves the planes of the weights once per 8 rows of x.
+//
+// Macros: ETE_FORMAT, ETE_BATCH (1, 2, 4, 8), ETE_ROWS_PER_WARP, ETE_AHEAD, ETE_GATED (1: out = activation(gate) * up, of the
+// first two matrices, which have as many rows), ETE_TAIL (1: the columns do not fill the last unit).
+#include "linear.cuh"
+#include "prelude.cuh"
+#include "rows.cuh"
+#include "weights.cuh"
+
+constexpr Format kFormat = Format::ETE_FORMAT;
+constexpr int kBatch = ETE_BATCH;
+constexpr int kRows = ETE_ROWS_PER_WARP;
+constexpr int kAhead = ETE_AHEAD;
+constexpr bool kGated = ETE_GATED != 0;
+constexpr bool kTail = ETE_TAIL != 0;
+constexpr int kWarps = ETE_THREADS / kWarp;
+constexpr int kTileRows = kWarps * kRows;
+constexpr int kRowGroup = 8;  // rows of x of one block
+
+constexpr int kUnit = unit_columns(kFormat);
+constexpr int kPieces = kUnit / 4;  // float4 of x in a unit
+constexpr int kStep = kWarp * kUnit;
+constexpr int kChunk = 8192 / kBatch;
+constexpr int kHalf = kPieces / scales_per_group(kFormat);  // pieces that share a scale
+static_assert(kChunk % kStep == 0, "a chunk holds whole steps");
+
+struct Loaded {
+  Unit unit;
+  uint4 scales;
+};
+
+ETE_DEVICE int place_of(int piece) { return piece ^ ((piece >> 3) & (kPieces - 1)); }
+
+ETE_DEVICE Loaded load_unit(const RowPlanes &row, int unit, int units) {
+  Loaded loaded;
+  loaded.unit.codes = make_uint4(0, 0, 0, 0);
+  loaded.unit.high = make_uint2(0, 0);
+  loaded.scales = make_uint4(0, 0, 0, 0);
+  if (unit < units) {
+    const int group = unit * kUnit / kGroup;
+    loaded.unit.codes = load16_once(row.codes + 16 * static_cast<int64_t>(unit));
+    loaded.unit.high = load_high<kFormat>(row, group);
+    loaded.scales = load_scales<kFormat>(row, group);
+  }
+  return loaded;
+}
+
+// Rows [first, first + rows) of x, columns from `from` on, into shared memory; zero past the last row and column.
+ETE_DEVICE void stage_x(float *shared, int chunk, const float *x, int first, int rows, int cols, int from) {
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    const float *source = x + static_cast<int64_t>(first + b) * cols;
+    for (int piece = static_cast<int>(threadIdx.x); piece < chunk / 4; piece += ETE_THREADS) {
+      const int col = from + 4 * piece;
+      float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (b < rows && col < cols) {
+        if (cols % 4 == 0) {
+          value = load16_float(source + col);
+        } else {
+          value.x = source[col];
+          if (col + 1 < cols) value.y = source[col + 1];
+          if (col + 2 < cols) value.z = source[col + 2];
+          if (col + 3 < cols) value.w = source[col + 3];
+        }
+      }
+      store16(shared + b * chunk + 4 * place_of(piece), value);
+    }
+  }
+}
+
+// Adds one unit of each stream to its sums. `first_piece`: the lane's first piece of x in shared memory.
+template <int streams>
+ETE_DEVICE void multiply(const Loaded (&loaded)[streams], const float *shared, int chunk, int first_piece, int unit,
+                         int cols, float (&sums)[streams][kBatch]) {
+  constexpr bool floats = is_float(kFormat);
+  float partial[streams][kBatch];
+  float x_sum[kBatch];
+  Scales scales[streams];
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    x_sum[b] = 0.0f;
+#pragma unroll
+    for (int s = 0; s < streams; ++s) partial[s][b] = floats ? sums[s][b] : 0.0f;
+  }
+#pragma unroll
+  for (int s = 0; s < streams; ++s) scales[s] = scales_of<kFormat>(loaded[s].scales, unit * kUnit / kGroup);
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    float4 x[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      x[b] = load16_float(shared + b * chunk + 4 * place_of(first_piece + piece));
+      if constexpr (has_minimum(kFormat)) x_sum[b] = x_sum[b] + ((x[b].x + x[b].y) + (x[b].z + x[b].w));
+    }
+#pragma unroll
+    for (int s = 0; s < streams; ++s) {
+      float numbers[4];
+      unit_numbers<kFormat>(loaded[s].unit, piece, numbers);
+      if constexpr (kTail) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (unit * kUnit + 4 * piece + i >= cols) numbers[i] = 0.0f;
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        float sum = partial[s][b];
+        sum = fmaf(numbers[0], x[b].x, sum);
+        sum = fmaf(numbers[1], x[b].y, sum);
+        sum = fmaf(numbers[2], x[b].z, sum);
+        sum = fmaf(numbers[3], x[b].w, sum);
+        if constexpr (floats) {
+          partial[s][b] = sum;
+        } else if ((piece + 1) % kHalf == 0) {
+          sums[s][b] = fmaf(scales[s].scale[piece / kHalf], sum, sums[s][b]);
+          partial[s][b] = 0.0f;
+        } else {
+          partial[s][b] = sum;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < streams; ++s) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if constexpr (floats) sums[s][b] = partial[s][b];
+      if constexpr (has_minimum(kFormat)) sums[s][b] = fmaf(scales[s].minimum, x_sum[b], sums[s][b]);
+    }
+  }
+}
+
+// grid: x tiles of kTileRows weight rows over the matrices, y groups of 8 rows of x of kind `row_kind`.
+// out_pitch: floats from one row of an output to the next; 0: as many as its matrix has rows.
+// shared: kBatch * min(kChunk, columns rounded up to kStep) floats.
+extern "C" __global__ void ETE_LAUNCH_BOUNDS
+gemv(const float *__restrict__ x, const int *__restrict__ counts, int row_kind, int cols, int epilogue, int activation,
+     float softcap, int out_pitch, const uint8_t *__restrict__ weight0, int64_t second0, int64_t third0, int64_t fourth0,
+     const float *__restrict__ bias0, float *__restrict__ out0, int rows0, const uint8_t *__restrict__ weight1,
+     int64_t second1, int64_t third1, int64_t fourth1, const float *__restrict__ bias1, float *__restrict__ out1,
+     int rows1, const uint8_t *__restrict__ weight2, int64_t second2, int64_t third2, int64_t fourth2,
+     const float *__restrict__ bias2, float *__restrict__ out2, int rows2) {
+  ETE_DYNAMIC_SHARED(float, shared);
+  const LiveRows live = live_rows(counts, row_kind);
+  const int group_start = static_cast<int>(blockIdx.y) * kRowGroup;
+  if (group_start >= live.count) return;
+  const int x_rows = live.count - group_start < kBatch ? live.count - group_start : kBatch;
+  const int x_first = live.first + group_start;
+
+  const Matrix first = {weight0, second0, third0, fourth0, bias0, out0, rows0};
+  const Matrix second = {weight1, second1, third1, fourth1, bias1, out1, rows1};
+  const Matrix third = {weight2, second2, third2, fourth2, bias2, out2, rows2};
+  int tile = static_cast<int>(blockIdx.x);
+  const Matrix matrix = kGated ? first : matrix_of(first, second, third, kTileRows, tile);
+
+  const int lane = lane_id();
+  const int row_start = tile * kTileRows + warp_id() * kRows;
+  constexpr int streams = kGated ? 2 * kRows : kRows;
+  RowPlanes planes[streams];
+#pragma unroll
+  for (int s = 0; s < streams; ++s) {
+    const int row = row_start + s % kRows;
+    const int clamped = row < matrix.rows ? row : matrix.rows - 1;
+    const Matrix &of = s < kRows ? matrix : second;
+    planes[s] = row_planes<kFormat>(of.weight, of.second, of.third, of.fourth, clamped, cols);
+  }
+
+  const int units = (cols + kUnit - 1) / kUnit;
+  const int steps = (units + kWarp - 1) / kWarp;
+  const int chunk = steps * kStep < kChunk ? steps * kStep : kChunk;
+  float sums[streams][kBatch];
+  Loaded ahead[kAhead][streams];
+#pragma unroll
+  for (int s = 0; s < streams; ++s) {
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) ahead[a][s] = load_unit(planes[s], a * kWarp + lane, units);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) sums[s][b] = 0.0f;
+  }
+  for (int start = 0; start < steps; start += kAhead) {
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int step = start + a;
+      if (step >= steps) break;
+      const int in_chunk = step % (kChunk / kStep);
+      if (in_chunk == 0) {
+        __syncthreads();
+        stage_x(shared, chunk, x, x_first, x_rows, cols, step * kStep);
+        __syncthreads();
+      }
+      Loaded now[streams];
+      const int unit = step * kWarp + lane;
+#pragma unroll
+      for (int s = 0; s < streams; ++s) {
+        now[s] = ahead[a][s];
+        ahead[a][s] = load_unit(planes[s], unit + kAhead * kWarp, units);
+      }
+      multiply<streams>(now, shared, chunk, (in_chunk * kWarp + lane) * kPieces, unit, cols, sums);
+    }
+  }
+
+#pragma unroll
+  for (int s = 0; s < streams; ++s) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) sums[s][b] = warp_sum(sums[s][b]);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = row_start + r;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (lane != r * kBatch + b || row >= matrix.rows || b >= x_rows) continue;
+      float y = sums[r][b];
+      if (matrix.bias != nullptr) y = y + matrix.bias[row];
+      const int pitch = out_pitch == 0 ? matrix.rows : out_pitch;
+      float *out = matrix.out + static_cast<int64_t>(x_first + b) * pitch + row;
+      if constexpr (kGated) {
+        float up = sums[kRows + r][b];
+        if (second.bias != nullptr) up = up + second.bias[row];
+        *out = activate(y, activation) * up;
+      } else {
+        finish(out, y, epilogue, activation, softcap);
+      }
+    }
+  }
+}

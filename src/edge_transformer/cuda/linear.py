@@ -1,0 +1,317 @@
+"""Matrix products on a GPU, straight from the planes of the weights. Contracts: ops/contracts.py.
+
+Prompt rows take a GEMM: on tensor cores from sm_80 on, else by plain multiply-adds. Decode rows take the GEMV, eight at
+most to a block; lm_head always does. Which kernel, tile or batch a row meets never changes its result.
+
+Every method queues launches on `stream` and returns. Tensors and weights have device addresses. ValueError for shapes
+that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from edge_transformer.cuda.launch_rows import LaunchRows
+from edge_transformer.cuda.runtime import Argument, Gpu, Kernel, KernelSource, Stream
+from edge_transformer.formats.weight import FORMATS, ROW_PITCH_ALIGNMENT, Weight, WeightFormat, round_up
+from edge_transformer.ops.tensor import Tensor
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+GEMV_BATCHES = (1, 2, 4, 8)
+
+_WARP = 32
+_GEMV_THREADS = 128
+_GEMM_THREADS = 256
+_MATRICES = 3  # a launch works on up to three matrices of one format
+_MMA_TILE = (64, 128)  # rows of x, rows of the weight
+_FMA_TILE = (64, 64)
+_DECODE_KIND, _LOGIT_KIND = 1, 2  # rows.cuh
+_STORE, _ADD, _GATE, _SOFTCAP = range(4)  # linear.cuh
+_NO_MATRIX: tuple[Argument, ...] = (0, np.int64(0), np.int64(0), np.int64(0), 0, 0, np.int32(0))
+_FLOAT_BYTES = {WeightFormat.F32: 4, WeightFormat.F16: 2, WeightFormat.BF16: 2}
+
+
+def gemv_source(weight_format: WeightFormat, batch: int, gated: bool, tail: bool) -> KernelSource:
+    """The kernel for `batch` (1, 2, 4, 8) rows of x. tail: the columns do not fill the last 16 bytes of a row."""
+    rows, ahead = _gemv_shape(weight_format, batch, gated)
+    return KernelSource(
+        "gemv.cu",
+        "gemv",
+        _GEMV_THREADS,
+        (
+            ("ETE_FORMAT", weight_format.value),
+            ("ETE_BATCH", str(batch)),
+            ("ETE_ROWS_PER_WARP", str(rows)),
+            ("ETE_AHEAD", str(ahead)),
+            ("ETE_GATED", str(int(gated))),
+            ("ETE_TAIL", str(int(tail))),
+        ),
+    )
+
+
+def gemm_source(weight_format: WeightFormat, capability: tuple[int, int], terms: int) -> KernelSource:
+    """The GEMM for a GPU. terms: bf16 terms of an activation, 3 or 1; without tensor cores there are none."""
+    if capability < (8, 0):
+        return KernelSource("gemm.cu", "gemm", _GEMM_THREADS, (("ETE_FORMAT", weight_format.value),))
+    defines = (("ETE_FORMAT", weight_format.value), ("ETE_TERMS", str(terms)))
+    return KernelSource("gemm_mma.cu", "gemm_mma", _GEMM_THREADS, defines)
+
+
+def all_sources(formats: Iterable[WeightFormat], capability: tuple[int, int]) -> list[KernelSource]:
+    """Every kernel of this file that weights of `formats` may need on a GPU of this capability."""
+    sources = []
+    for weight_format in formats:
+        tails = (False, True) if weight_format in _FLOAT_BYTES else (False,)
+        sources += [
+            gemv_source(weight_format, batch, gated, tail)
+            for batch in GEMV_BATCHES
+            for gated in (False, True)
+            for tail in tails
+        ]
+        terms = (3, 1) if capability >= (8, 0) else (3,)
+        sources += [gemm_source(weight_format, capability, count) for count in terms]
+    return sources
+
+
+class LinearOps:
+    """The products of one GPU. Kernels are loaded at their first use; `prepare` does it before a pass.
+
+    fast_prefill: activations of prompt rows are rounded to one bf16 term on tensor cores.
+    """
+
+    def __init__(self, gpu: Gpu, fast_prefill: bool = False) -> None:
+        self._gpu = gpu
+        self._terms = 1 if fast_prefill else 3
+        self._kernels: dict[KernelSource, Kernel] = {}
+
+    def prepare(self, formats_cols: Iterable[tuple[WeightFormat, int]]) -> None:
+        """Load all kernels that weights of these formats and column counts may need."""
+        for weight_format, tail in sorted({(known, _has_tail(known, cols)) for known, cols in formats_cols}):
+            for batch in GEMV_BATCHES:
+                for gated in (False, True):
+                    self._kernel(gemv_source(weight_format, batch, gated, tail))
+            self._kernel(gemm_source(weight_format, self._gpu.properties.capability, self._terms))
+
+    def linear_group(
+        self,
+        weights: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        x: Tensor,
+        outs: Sequence[Tensor],
+        rows: LaunchRows,
+        stream: Stream,
+    ) -> None:
+        """outs[i] = x @ weights[i].T + biases[i]; x f32 [rows, cols], outs[i] f32 [rows, weight rows]."""
+        matrices = list(zip(weights, biases, outs, strict=True))
+        for _, same in groupby(matrices, key=lambda matrix: matrix[0].layout.format):
+            run = list(same)
+            for start in range(0, len(run), _MATRICES):
+                self._products(run[start : start + _MATRICES], x, rows, stream, _STORE)
+
+    def linear_add(
+        self, weight: Weight, bias: Tensor | None, x: Tensor, residual: Tensor, rows: LaunchRows, stream: Stream
+    ) -> None:
+        """residual += x @ weight.T + bias; residual f32 [rows, weight rows]."""
+        self._products([(weight, bias, residual)], x, rows, stream, _ADD)
+
+    def gated_mlp(
+        self,
+        gate: Weight,
+        up: Weight,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: str,
+        x: Tensor,
+        out: Tensor,
+        rows: LaunchRows,
+        stream: Stream,
+    ) -> None:
+        """out = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias); activation "silu" or "gelu_tanh"."""
+        if gate.layout.rows != up.layout.rows:
+            raise ValueError(f"gate has {gate.layout.rows} rows, up {up.layout.rows}; they must be as many")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; there are {', '.join(ACTIVATIONS)}")
+        number = ACTIVATIONS.index(activation)
+        two_steps = rows
+        if rows.decode and gate.layout.format is up.layout.format:
+            matrices = [(gate, gate_bias, out), (up, up_bias, out)]
+            self._gemv(matrices, x, rows.decode, _DECODE_KIND, rows.counts, stream, activation=number, gated=True)
+            two_steps = LaunchRows(rows.prompt, 0, 0, rows.counts)
+        self._products([(gate, gate_bias, out)], x, two_steps, stream, _STORE)
+        self._products([(up, up_bias, out)], x, two_steps, stream, _GATE, number)
+
+    def lm_head(
+        self,
+        weight: Weight,
+        x: Tensor,
+        softcap: float | None,
+        out: Tensor,
+        rows: LaunchRows,
+        stream: Stream,
+        first_row: int = 0,
+    ) -> None:
+        """out[:, first_row : first_row + weight rows] = softcap(x @ weight.T) for the logit rows; out f32 [rows, V].
+
+        `weight` may be a block of the matrix's rows, from `first_row` on.
+        """
+        vocabulary = out.shape[1]
+        if first_row < 0 or first_row + weight.layout.rows > vocabulary:
+            raise ValueError(f"rows {first_row} to {first_row + weight.layout.rows} of {vocabulary} logits")
+        part = Tensor(out.address + 4 * first_row, (out.shape[0], weight.layout.rows), out.dtype, out.owner)
+        self._gemv(
+            [(weight, None, part)],
+            x,
+            rows.logits,
+            _LOGIT_KIND,
+            rows.counts,
+            stream,
+            epilogue=_STORE if softcap is None else _SOFTCAP,
+            softcap=softcap or 1.0,
+            out_pitch=vocabulary,
+        )
+
+    def _products(
+        self,
+        matrices: Sequence[tuple[Weight, Tensor | None, Tensor]],
+        x: Tensor,
+        rows: LaunchRows,
+        stream: Stream,
+        epilogue: int,
+        activation: int = 0,
+    ) -> None:
+        """One launch for the prompt rows and one for the decode rows, of up to three matrices of one format."""
+        if rows.prompt:
+            self._gemm(matrices, x, rows.prompt, rows.counts, stream, epilogue, activation)
+        if rows.decode:
+            self._gemv(matrices, x, rows.decode, _DECODE_KIND, rows.counts, stream, epilogue, activation)
+
+    def _gemm(
+        self,
+        matrices: Sequence[tuple[Weight, Tensor | None, Tensor]],
+        x: Tensor,
+        rows: int,
+        counts: int,
+        stream: Stream,
+        epilogue: int,
+        activation: int,
+    ) -> None:
+        layout = matrices[0][0].layout
+        capability = self._gpu.properties.capability
+        x_rows, weight_rows = _FMA_TILE if capability < (8, 0) else _MMA_TILE
+        arguments = _matrix_arguments(matrices, x, rows)
+        tiles = sum(-(-weight.layout.rows // weight_rows) for weight, _, _ in matrices)
+        self._gpu.launch(
+            self._kernel(gemm_source(layout.format, capability, self._terms)),
+            (-(-rows // x_rows), tiles, 1),
+            0,
+            stream,
+            (x.address, counts, np.int32(layout.cols), np.int32(epilogue), np.int32(activation), *arguments),
+        )
+
+    def _gemv(
+        self,
+        matrices: Sequence[tuple[Weight, Tensor | None, Tensor]],
+        x: Tensor,
+        rows: int,
+        row_kind: int,
+        counts: int,
+        stream: Stream,
+        epilogue: int = _STORE,
+        activation: int = 0,
+        softcap: float = 1.0,
+        out_pitch: int = 0,
+        gated: bool = False,
+    ) -> None:
+        layout = matrices[0][0].layout
+        batch = next((size for size in GEMV_BATCHES if size >= rows), GEMV_BATCHES[-1])
+        source = gemv_source(layout.format, batch, gated, _has_tail(layout.format, layout.cols))
+        arguments = _matrix_arguments(matrices, x, rows)
+        tile_rows = _GEMV_THREADS // _WARP * _gemv_shape(layout.format, batch, gated)[0]
+        tiles = sum(-(-weight.layout.rows // tile_rows) for weight, _, _ in (matrices[:1] if gated else matrices))
+        self._gpu.launch(
+            self._kernel(source),
+            (tiles, -(-rows // GEMV_BATCHES[-1]), 1),
+            _gemv_shared_bytes(layout.format, batch, layout.cols),
+            stream,
+            (
+                x.address,
+                counts,
+                np.int32(row_kind),
+                np.int32(layout.cols),
+                np.int32(epilogue),
+                np.int32(activation),
+                np.float32(softcap),
+                np.int32(out_pitch),
+                *arguments,
+            ),
+        )
+
+    def _kernel(self, source: KernelSource) -> Kernel:
+        kernel = self._kernels.get(source)
+        if kernel is None:
+            kernel = self._kernels[source] = self._gpu.kernel(source)
+        return kernel
+
+
+def _gemv_shape(weight_format: WeightFormat, batch: int, gated: bool) -> tuple[int, int]:
+    """(weight rows of a warp, steps loaded ahead): what keeps enough bytes under way within the registers."""
+    if batch <= 2:
+        return (1 if gated else 2), (4 if batch == 1 and _unit_columns(weight_format) < _WARP else 2)
+    if batch == 4:
+        return (1 if gated else 2), 2
+    return (1 if gated or weight_format is WeightFormat.Q6_K else 2), 1
+
+
+def _unit_columns(weight_format: WeightFormat) -> int:
+    """Columns whose codes fill 16 bytes."""
+    codes = FORMATS[weight_format].planes[0]
+    return 16 * codes.block_cols // codes.block_bytes
+
+
+def _has_tail(weight_format: WeightFormat, cols: int) -> bool:
+    return cols % _unit_columns(weight_format) != 0
+
+
+def _gemv_shared_bytes(weight_format: WeightFormat, batch: int, cols: int) -> int:
+    """x of `batch` rows: whole steps of a warp, 8192 numbers at most (gemv.cu)."""
+    return batch * 4 * min(8192 // batch, round_up(cols, _WARP * _unit_columns(weight_format)))
+
+
+def _matrix_arguments(
+    matrices: Sequence[tuple[Weight, Tensor | None, Tensor]], x: Tensor, rows: int
+) -> tuple[Argument, ...]:
+    """The kernels' parameters of three matrices."""
+    cols = matrices[0][0].layout.cols
+    if x.shape[1] != cols or x.shape[0] < rows:
+        raise ValueError(f"x is {x.shape}; needed: at least {rows} rows of {cols}")
+    if cols % 4 == 0 and x.address % 16:
+        raise ValueError(f"x lies at {x.address:#x}; needed: a multiple of 16")
+    arguments: list[Argument] = []
+    for weight, bias, out in matrices:
+        layout = weight.layout
+        if layout.cols != cols:
+            raise ValueError(f"weights of one group have one number of columns, got {cols} and {layout.cols}")
+        if out.shape[1] != layout.rows or out.shape[0] < rows:
+            raise ValueError(f"output is {out.shape}; needed: at least {rows} rows of {layout.rows}")
+        if bias is not None and bias.shape != (layout.rows,):
+            raise ValueError(f"bias is {bias.shape}; the weight has {layout.rows} rows")
+        arguments += [weight.address, *_plane_offsets(weight), 0 if bias is None else bias.address, out.address]
+        arguments.append(np.int32(layout.rows))
+    return (*arguments, *_NO_MATRIX * (_MATRICES - len(matrices)))
+
+
+def _plane_offsets(weight: Weight) -> list[np.int64]:
+    """Offsets of the planes after the first; the kernels derive row pitches from the columns."""
+    layout = weight.layout
+    for spec, plane in zip(FORMATS[layout.format].planes, layout.planes, strict=True):
+        pitch = round_up(layout.cols // spec.block_cols * spec.block_bytes, ROW_PITCH_ALIGNMENT)
+        if plane.row_pitch != pitch or (weight.address + plane.offset) % ROW_PITCH_ALIGNMENT:
+            raise ValueError(
+                f"{layout.format} plane {spec.name!r} at {weight.address:#x} + {plane.offset}, "
+                f"pitch {plane.row_pitch}; needed: a multiple of {ROW_PITCH_ALIGNMENT}, pitch {pitch}"
+            )
+    offsets = [np.int64(plane.offset) for plane in layout.planes[1:]]
+    return offsets + [np.int64(0)] * (3 - len(offsets))
