@@ -1,8 +1,7 @@
-"""CudaGpu: the seam of runtime.py on a real GPU, through the driver's own calls. With compiler.py the only importer of
-`cuda.*`.
+"""CudaGpu: the seam of runtime.py on a real GPU, through the driver's own calls.
 
-Every status is checked. A failed call raises GpuError with the call, its arguments and the driver's reason; what a kernel
-did wrong is reported by a later call, so the error then names what was queued since the last wait.
+Every status is checked. A failed call raises GpuError with the call, its arguments and the driver's reason; what a
+kernel did wrong is reported by a later call, so the error then names what was queued since the last wait.
 """
 
 from __future__ import annotations
@@ -14,26 +13,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
-from edge_transformer.cuda.arguments import ArgumentBuffer
 from edge_transformer.cuda.compiler import OLDEST, CompiledKernel, compile_all
 from edge_transformer.cuda.cubin_cache import KernelCache
 from edge_transformer.cuda.driver_library import load_driver
+from edge_transformer.cuda.driver_objects import CudaEvent, CudaGraph, CudaKernel, CudaMemory, CudaStream
 from edge_transformer.cuda.runtime import Argument, Event, Gpu, GpuProperties, Kernel, KernelSource, Stream
 from edge_transformer.errors import CapacityError, GpuError, UsageError
 from edge_transformer.hub.progress import Progress, silent
 
 PAGE_BYTES = 4096
-DEFAULT_DYNAMIC_SHARED_BYTES = 48 << 10  # more has to be asked for, kernel by kernel
 QUEUED_NAMES = 8
 
 # After these nothing works any more in this process: the driver answers every call with the same error.
 _CONTEXT_LOST = frozenset(
     f"CUDA_ERROR_{name}"
     for name in (
-        "ILLEGAL_ADDRESS LAUNCH_FAILED LAUNCH_TIMEOUT ASSERT HARDWARE_STACK_ERROR ILLEGAL_INSTRUCTION MISALIGNED_ADDRESS "
-        "INVALID_ADDRESS_SPACE INVALID_PC ECC_UNCORRECTABLE NVLINK_UNCORRECTABLE CONTAINED EXTERNAL_DEVICE "
-        "CONTEXT_IS_DESTROYED DEINITIALIZED"
-    ).split()
+        *(
+            "ILLEGAL_ADDRESS",
+            "LAUNCH_FAILED",
+            "LAUNCH_TIMEOUT",
+            "ASSERT",
+            "HARDWARE_STACK_ERROR",
+            "ILLEGAL_INSTRUCTION",
+        ),
+        *("MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE"),
+        *("CONTAINED", "EXTERNAL_DEVICE", "CONTEXT_IS_DESTROYED", "DEINITIALIZED"),
+    )
 )
 # The host or the device does not page-lock this memory: the caller has another way.
 _REGISTRATION_REFUSED = frozenset(
@@ -42,84 +47,12 @@ _REGISTRATION_REFUSED = frozenset(
 )
 
 
-class CudaStream:
-    __slots__ = ("handle", "name")
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name = name
-        self.handle = handle
-
-
-class CudaEvent:
-    __slots__ = ("_gpu", "handle", "timing")
-
-    def __init__(self, gpu: CudaGpu, handle: Any, timing: bool) -> None:
-        self._gpu = gpu
-        self.handle = handle
-        self.timing = timing
-
-    def elapsed_ms(self, earlier: Event) -> float:
-        """Milliseconds since `earlier`. Both have happened, and were made with timing."""
-        other = cast(CudaEvent, earlier)
-        if not (self.timing and other.timing):
-            raise GpuError("elapsed_ms: both events need timing=True")
-        return float(self._gpu.call("cuEventElapsedTime", other.handle, self.handle))
-
-
-class CudaKernel:
-    """A loaded entry point. `compiled` has its resource report."""
-
-    __slots__ = ("arguments", "compiled", "dynamic_limit", "function", "label", "module", "source")
-
-    def __init__(self, compiled: CompiledKernel, module: Any, function: Any, sizes: Sequence[int] | None) -> None:
-        self.compiled = compiled
-        self.source = compiled.source
-        self.module = module
-        self.function = function
-        self.dynamic_limit = DEFAULT_DYNAMIC_SHARED_BYTES
-        self.label = f"kernel {self.source.entry}"
-        self.arguments = ArgumentBuffer(self.label, sizes)
-
-
-class CudaMemory:
-    """Device or page-locked memory."""
-
-    def __init__(self, gpu: CudaGpu, address: int, nbytes: int, what: str, free: str) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.what = what
-        self._gpu = gpu
-        self._free = free
-
-    def close(self) -> None:
-        """Give it back. Closing twice is harmless."""
-        if self._gpu.forget(self):
-            self._gpu.release(self._free, self.address)
-
-
-class CudaGraph:
-    def __init__(self, gpu: CudaGpu, executable: Any) -> None:
-        self._gpu = gpu
-        self._executable = executable
-
-    def launch(self, stream: Stream) -> None:
-        if self._executable is None:
-            raise GpuError("launch: the graph is closed")
-        self._gpu.note("a graph")
-        self._gpu.call("cuGraphLaunch", self._executable, cast(CudaStream, stream).handle)
-
-    def close(self) -> None:
-        if self._executable is not None:
-            self._gpu.release("cuGraphExecDestroy", self._executable)
-            self._executable = None
-
-
 class CudaGpu:
     """The GPU number `ordinal` of this machine, in the process's primary context. Used by one thread at a time.
 
     forced_capability: take the kernels' path for an older card, such as (7, 5); the code is still made for this card.
     cache: where compiled kernels are kept. progress: told of kernels that have to be compiled.
-    Raises GpuError when packages, driver or GPU are missing or too old, UsageError when there is no such ordinal or path.
+    Raises GpuError when packages, driver or GPU are missing or too old, UsageError for an ordinal or path there is not.
     """
 
     def __init__(
@@ -177,8 +110,8 @@ class CudaGpu:
         if status == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             free, total = self.memory_info()
             raise CapacityError(
-                f"{what}: {nbytes} bytes ({_mib(nbytes)}) of GPU memory asked for; {_mib(free)} of {_mib(total)} are free "
-                f"on {self.properties.name}: lower --vram, or end what else uses the GPU"
+                f"{what}: {nbytes} bytes ({_mib(nbytes)}) of GPU memory asked for; {_mib(free)} of {_mib(total)} are "
+                f"free on {self.properties.name}: lower --vram, or end what else uses the GPU"
             )
         self._check(status, "cuMemAlloc", (nbytes, what))
         return self._remember(CudaMemory(self, int(address), nbytes, what, "cuMemFree"))
@@ -190,8 +123,8 @@ class CudaGpu:
         status, address = self._driver.cuMemHostAlloc(nbytes, self._driver.CU_MEMHOSTALLOC_PORTABLE)
         if status == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise CapacityError(
-                f"{what}: the host refuses to page-lock {nbytes} bytes ({_mib(nbytes)}): free memory, or raise the limit "
-                "of locked memory (ulimit -l)"
+                f"{what}: the host refuses to page-lock {nbytes} bytes ({_mib(nbytes)}): free memory, or raise the "
+                "limit of locked memory (ulimit -l)"
             )
         self._check(status, "cuMemHostAlloc", (nbytes, what))
         return self._remember(CudaMemory(self, int(address), nbytes, what, "cuMemFreeHost"))
@@ -349,6 +282,7 @@ class CudaGpu:
         for call, handle in self._handles:
             self.release(call, handle)
         self._closed = True
+        self._current = threading.local()
         self.release("cuCtxSetCurrent", None)
         self.release("cuDevicePrimaryCtxRelease", self._device)
 

@@ -1,4 +1,7 @@
-"""Finding the driver: the Python package, the library it loads, versions that fit. Each thing missing has its message."""
+"""Finding the driver: the Python package, the library it loads, versions that fit. Each thing missing has its message.
+
+With compiler.py the only importer of `cuda.*`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ def load_driver() -> Any:
     if version_status == results.CUDA_SUCCESS and version // 1000 < needed:
         raise GpuError(
             f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}, the installed packages need "
-            f"{needed}.0: update the driver (580 or later for CUDA 13), or pip install 'edge-transformer-engine[cuda12]'"
+            f"{needed}.0: update the driver (580 or later for CUDA 13), or pip install "
+            "'edge-transformer-engine[cuda12]'"
         )
     if status == results.CUDA_ERROR_NO_DEVICE:
         raise GpuError(
