@@ -1,0 +1,188 @@
+"""The plan of one GPU: which layers are resident, how the others are streamed, where vocabulary and KV cache lie.
+
+All GPU memory comes from one arena whose size the plan states to the byte. Nothing in the arena is sized by how long a
+sequence gets: a resident KV cache has the room it was granted, an offloaded one has two buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from edge_transformer.errors import CapacityError, UsageError
+from edge_transformer.formats.weight import round_up
+
+ALIGNMENT = 256
+MINIMUM_SLOTS = 2
+
+
+class HeadPlace(StrEnum):
+    """Where the output projection is computed."""
+
+    GPU = "gpu"  # resident
+    CPU = "cpu"  # where its bytes lie, while the next pass's first weights are on their way
+
+
+class KvPlace(StrEnum):
+    """Where the KV cache lies."""
+
+    GPU = "gpu"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a model needs, in bytes, as it would lie in the arena.
+
+    segment_bytes: per layer the bytes of its segments, in order of use. vector_bytes: all small vectors. head_bytes:
+    the output projection. workspace_bytes: activations, batch arrays, states, logits. kv_context_bytes: the KV cache of
+    the context the user asked for. kv_buffer_bytes: one buffer for a run of KV tiles.
+    """
+
+    segment_bytes: tuple[tuple[int, ...], ...]
+    vector_bytes: int
+    head_bytes: int
+    workspace_bytes: int
+    kv_context_bytes: int
+    kv_buffer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asked for; None leaves it to the planner.
+
+    budget_bytes: the arena's limit. resident_layers: -1 all, 0 none, n spread evenly. slots: at least 2.
+    """
+
+    budget_bytes: int
+    resident_layers: int | None = None
+    slots: int | None = None
+    kv_offload: bool | None = None
+    head: HeadPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer. `resident[layer]`; `unit_layers`: a slot holds a whole layer, else one segment; slot_bytes of each of
+    `slots` slots (0 slots when all is resident).
+    """
+
+    resident: tuple[bool, ...]
+    slots: int
+    unit_layers: bool
+    slot_bytes: int
+    head: HeadPlace
+    kv: KvPlace
+    ledger: tuple[tuple[str, int], ...]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena: the sum of the ledger."""
+        return sum(nbytes for _, nbytes in self.ledger)
+
+
+def spread(layers: int, resident: int) -> tuple[bool, ...]:
+    """`resident` of `layers` layers chosen as evenly as can be, so that copies are hidden under all of them."""
+    return tuple((index + 1) * resident // layers > index * resident // layers for index in range(layers))
+
+
+def make_plan(demand: Demand, wishes: Wishes) -> Plan:
+    """Of the plans that fit the budget and the wishes, the one that moves the fewest bytes per decoded token; of
+    equals, the one with the smallest arena.
+
+    Raises CapacityError naming the smallest budget that would do and the options that reach it; UsageError for wishes
+    that make no sense.
+    """
+    _check(wishes, len(demand.segment_bytes))
+    kv_places = (KvPlace.GPU, KvPlace.HOST)
+    if wishes.kv_offload is not None:
+        kv_places = (KvPlace.HOST,) if wishes.kv_offload else (KvPlace.GPU,)
+    heads = tuple(HeadPlace) if wishes.head is None else (wishes.head,)
+    plans = [
+        _plan(demand, resident, slots, unit_layers, head, kv)
+        for kv in kv_places
+        for head in heads
+        for resident, slots, unit_layers in _weight_choices(demand, wishes)
+    ]
+    fitting = [plan for plan in plans if plan.arena_bytes <= wishes.budget_bytes]
+    if fitting:
+        return min(fitting, key=lambda plan: (_bytes_moved(demand, plan), plan.arena_bytes))
+    least = min(plan.arena_bytes for plan in plans)
+    raise CapacityError(
+        f"this needs at least {_mib(least)} MiB of GPU memory as asked; the budget (--vram) is "
+        f"{_mib(wishes.budget_bytes, up=False)} MiB. The least that would do is {_mib(smallest_plan(demand).arena_bytes)} "
+        "MiB, with --resident-layers 0 --slots 2 --kv-offload --lm-head cpu"
+    )
+
+
+def smallest_plan(demand: Demand) -> Plan:
+    """The plan with the smallest arena: all layers streamed by segments, KV cache on the host, lm_head on the CPU."""
+    return _plan(demand, 0, MINIMUM_SLOTS, False, HeadPlace.CPU, KvPlace.HOST)
+
+
+def _check(wishes: Wishes, layers: int) -> None:
+    if wishes.resident_layers is not None and not -1 <= wishes.resident_layers <= layers:
+        raise UsageError(
+            f"resident_layers is {wishes.resident_layers}; allowed: -1 (all), or 0 to {layers}, the layers of this model"
+        )
+    if wishes.slots is not None and wishes.slots < MINIMUM_SLOTS:
+        raise UsageError(
+            f"slots is {wishes.slots}; streaming needs {MINIMUM_SLOTS} or more: one is filled, one is used"
+        )
+
+
+def _weight_choices(demand: Demand, wishes: Wishes) -> list[tuple[int, int, bool]]:
+    """(resident layers, slots, whole layers in a slot) that the wishes allow."""
+    layers = len(demand.segment_bytes)
+    counts = range(layers + 1)
+    if wishes.resident_layers is not None:
+        counts = (
+            range(layers, layers + 1)
+            if wishes.resident_layers == -1
+            else range(wishes.resident_layers, wishes.resident_layers + 1)
+        )
+    slots = MINIMUM_SLOTS if wishes.slots is None else wishes.slots
+    choices: list[tuple[int, int, bool]] = []
+    for count in counts:
+        if count == layers:
+            choices.append((count, 0, True))
+        else:
+            choices += [(count, slots, True), (count, slots, False)]
+    return choices
+
+
+def _plan(demand: Demand, resident_count: int, slots: int, unit_layers: bool, head: HeadPlace, kv: KvPlace) -> Plan:
+    resident = spread(len(demand.segment_bytes), resident_count)
+    streamed = [segments for segments, stays in zip(demand.segment_bytes, resident, strict=True) if not stays]
+    units = [sum(segments) for segments in streamed] if unit_layers else [size for layer in streamed for size in layer]
+    slot_bytes = round_up(max(units, default=0), ALIGNMENT)
+    resident_bytes = sum(sum(segments) for segments, stays in zip(demand.segment_bytes, resident, strict=True) if stays)
+    ledger = (
+        (f"weights of {resident_count} resident layers", resident_bytes),
+        (f"{slots} slots for {len(streamed)} streamed layers", slots * slot_bytes),
+        ("norms and biases", demand.vector_bytes),
+        ("output projection", demand.head_bytes if head is HeadPlace.GPU else 0),
+        ("KV cache", demand.kv_context_bytes if kv is KvPlace.GPU else 2 * demand.kv_buffer_bytes),
+        ("workspace", demand.workspace_bytes),
+    )
+    aligned = tuple((label, round_up(nbytes, ALIGNMENT)) for label, nbytes in ledger)
+    return Plan(resident, slots, unit_layers, slot_bytes, head, kv, aligned)
+
+
+def _bytes_moved(demand: Demand, plan: Plan) -> int:
+    """What a decoded token costs, in bytes over the bus: streamed weights, half of the context's KV cache on average
+    when it is offloaded, and for an output projection on the CPU its bytes once more (host memory is about as fast as
+    the bus, and the CPU's part is hidden only in part).
+    """
+    weights = sum(
+        sum(segments) for segments, stays in zip(demand.segment_bytes, plan.resident, strict=True) if not stays
+    )
+    kv = demand.kv_context_bytes // 2 if plan.kv is KvPlace.HOST else 0
+    return weights + kv + (demand.head_bytes if plan.head is HeadPlace.CPU else 0)
+
+
+def _mib(nbytes: int, up: bool = True) -> str:
+    """Mebibytes with two decimals, rounded so that the number, given back as a budget, is enough."""
+    hundredths = nbytes * 100 / 2**20
+    return f"{(math.ceil(hundredths) if up else math.floor(hundredths)) / 100:.2f}"

@@ -1,0 +1,121 @@
+"""The planner: budgets kept to the byte, wishes kept, refusals that name a budget that really works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_transformer.errors import CapacityError, UsageError
+from edge_transformer.placement.plan import Demand, HeadPlace, KvPlace, Wishes, make_plan, smallest_plan, spread
+
+MIB = 2**20
+DEMAND = Demand(
+    segment_bytes=((10 * MIB, 20 * MIB, 10 * MIB),) * 8,
+    vector_bytes=1000,
+    head_bytes=50 * MIB,
+    workspace_bytes=5 * MIB,
+    kv_context_bytes=100 * MIB,
+    kv_buffer_bytes=4 * MIB,
+)
+
+
+def test_ample_budget_keeps_everything_on_the_gpu() -> None:
+    plan = make_plan(DEMAND, Wishes(1024 * MIB))
+    assert all(plan.resident)
+    assert (plan.slots, plan.head, plan.kv) == (0, HeadPlace.GPU, KvPlace.GPU)
+    assert plan.arena_bytes == (8 * 40 + 50 + 100 + 5) * MIB + 1024  # norms: 1000 bytes, aligned
+
+
+def test_two_slots_of_whole_layers_by_hand() -> None:
+    plan = make_plan(DEMAND, Wishes(200 * MIB, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.CPU))
+    assert plan.slot_bytes in (20 * MIB, 40 * MIB)
+    assert plan.arena_bytes == 2 * plan.slot_bytes + 2 * 4 * MIB + 5 * MIB + 1024
+
+
+@pytest.mark.parametrize(
+    ("layers", "resident", "expected"),
+    [(4, 0, "0000"), (4, 4, "1111"), (4, 2, "0101"), (6, 2, "001001"), (3, 1, "001"), (5, 3, "01011")],
+)
+def test_resident_layers_are_spread(layers: int, resident: int, expected: str) -> None:
+    assert "".join("1" if stays else "0" for stays in spread(layers, resident)) == expected
+
+
+@given(st.integers(1, 80), st.data())
+def test_spread_keeps_the_count_and_even_gaps(layers: int, data: st.DataObject) -> None:
+    resident = data.draw(st.integers(0, layers))
+    places = [index for index, stays in enumerate(spread(layers, resident)) if stays]
+    assert len(places) == resident
+    gaps = [second - first for first, second in zip(places, places[1:], strict=False)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 10**7), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12).map(tuple),
+    st.integers(0, 10**8),
+    st.integers(0, 10**8),
+    st.integers(0, 4 * 10**8),
+)
+def test_budget_is_never_exceeded_and_the_named_least_is_enough(
+    segments: tuple[tuple[int, ...], ...], head: int, kv: int, budget: int
+) -> None:
+    demand = Demand(segments, 12345, head, 10**6, kv, 10**5)
+    try:
+        plan = make_plan(demand, Wishes(budget))
+    except CapacityError as error:
+        named = re.search(r"least that would do is ([0-9.]+) MiB", str(error))
+        assert named is not None
+        enough = int(float(named.group(1)) * MIB)
+        assert budget < smallest_plan(demand).arena_bytes <= enough + 1
+        assert make_plan(demand, Wishes(smallest_plan(demand).arena_bytes)).arena_bytes <= enough + 1
+        return
+    assert plan.arena_bytes <= budget
+    assert all(nbytes % 256 == 0 for _, nbytes in plan.ledger)
+    assert plan.slots == 0 or plan.slot_bytes >= max(
+        sum(layer) if plan.unit_layers else max(layer)
+        for layer, stays in zip(segments, plan.resident, strict=True)
+        if not stays
+    )
+
+
+@given(st.integers(30 * MIB, 600 * MIB))
+def test_more_memory_never_moves_more_bytes(budget: int) -> None:
+    def moved(budget_bytes: int) -> int:
+        plan = make_plan(DEMAND, Wishes(budget_bytes))
+        return sum(40 * MIB for stays in plan.resident if not stays) + (plan.kv is KvPlace.HOST) * 50 * MIB
+
+    try:
+        small = make_plan(DEMAND, Wishes(budget))
+    except CapacityError:
+        return
+    assert moved(2 * budget) <= moved(budget)
+    assert small.arena_bytes <= budget
+
+
+def test_never_all_or_nothing() -> None:
+    """A budget just below the whole model keeps nearly all of it resident."""
+    everything = make_plan(DEMAND, Wishes(1024 * MIB)).arena_bytes
+    plan = make_plan(DEMAND, Wishes(everything - MIB))
+    assert sum(plan.resident) >= 5 or plan.head is HeadPlace.CPU or plan.kv is KvPlace.HOST
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        (Wishes(MIB * 500, resident_layers=9), "resident_layers is 9.*0 to 8"),
+        (Wishes(MIB * 500, resident_layers=-2), "resident_layers is -2"),
+        (Wishes(MIB * 500, slots=1), "slots is 1"),
+    ],
+)
+def test_wishes_out_of_range(wishes: Wishes, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make_plan(DEMAND, wishes)
+
+
+def test_wishes_that_do_not_fit_are_refused_not_bent() -> None:
+    """8 layers of 40 MiB, 100 of KV, 5 of workspace, 1024 bytes of norms: 425.01 MiB when rounded up."""
+    wishes = Wishes(200 * MIB, resident_layers=-1, kv_offload=False, head=HeadPlace.CPU)
+    with pytest.raises(CapacityError, match=r"at least 425\.01 MiB.*is 200\.00 MiB.*--resident-layers 0"):
+        make_plan(DEMAND, wishes)
