@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -48,7 +49,7 @@ def test_spread_keeps_the_count_and_even_gaps(layers: int, data: st.DataObject) 
     resident = data.draw(st.integers(0, layers))
     places = [index for index, stays in enumerate(spread(layers, resident)) if stays]
     assert len(places) == resident
-    gaps = [second - first for first, second in zip(places, places[1:], strict=False)]
+    gaps = [second - first for first, second in itertools.pairwise(places)]
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 

@@ -95,7 +95,7 @@ def make_plan(demand: Demand, wishes: Wishes) -> Plan:
     that make no sense.
     """
     _check(wishes, len(demand.segment_bytes))
-    kv_places = (KvPlace.GPU, KvPlace.HOST)
+    kv_places: tuple[KvPlace, ...] = (KvPlace.GPU, KvPlace.HOST)
     if wishes.kv_offload is not None:
         kv_places = (KvPlace.HOST,) if wishes.kv_offload else (KvPlace.GPU,)
     heads = tuple(HeadPlace) if wishes.head is None else (wishes.head,)
@@ -108,11 +108,11 @@ def make_plan(demand: Demand, wishes: Wishes) -> Plan:
     fitting = [plan for plan in plans if plan.arena_bytes <= wishes.budget_bytes]
     if fitting:
         return min(fitting, key=lambda plan: (_bytes_moved(demand, plan), plan.arena_bytes))
-    least = min(plan.arena_bytes for plan in plans)
+    least, smallest = min(plan.arena_bytes for plan in plans), smallest_plan(demand).arena_bytes
     raise CapacityError(
         f"this needs at least {_mib(least)} MiB of GPU memory as asked; the budget (--vram) is "
-        f"{_mib(wishes.budget_bytes, up=False)} MiB. The least that would do is {_mib(smallest_plan(demand).arena_bytes)} "
-        "MiB, with --resident-layers 0 --slots 2 --kv-offload --lm-head cpu"
+        f"{_mib(wishes.budget_bytes, up=False)} MiB. The least that would do is {_mib(smallest)} MiB, "
+        "with --resident-layers 0 --slots 2 --kv-offload --lm-head cpu"
     )
 
 
@@ -124,7 +124,7 @@ def smallest_plan(demand: Demand) -> Plan:
 def _check(wishes: Wishes, layers: int) -> None:
     if wishes.resident_layers is not None and not -1 <= wishes.resident_layers <= layers:
         raise UsageError(
-            f"resident_layers is {wishes.resident_layers}; allowed: -1 (all), or 0 to {layers}, the layers of this model"
+            f"resident_layers is {wishes.resident_layers}; allowed: -1 (all), or 0 to {layers}, this model's layers"
         )
     if wishes.slots is not None and wishes.slots < MINIMUM_SLOTS:
         raise UsageError(
