@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import tempfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +176,33 @@ def test_damaged_state_is_a_format_error(tmp_path: Path, keep: int) -> None:
     )
     with pytest.raises(FormatError, match="state"):
         Sequence.load(path, SHAPE)
+
+
+@given(damage=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_any_damage_is_a_format_error_or_without_effect(damage: list[tuple[float, int]]) -> None:
+    """Bytes of the archive's own structures and of the arrays' headers, the place where readers fail in many ways."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state"
+        data = bytearray(_compressed_state())
+        for place, value in damage:
+            data[int(place * len(data))] = value
+        path.write_bytes(data)
+        with contextlib.suppress(FormatError):
+            Sequence.load(path, SHAPE).close()
+
+
+@functools.cache
+def _compressed_state() -> bytes:
+    """A saved state, compressed: what `save` never writes, and others may."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state"
+        Sequence(SHAPE).save(path)
+        archive = io.BytesIO()
+        with zipfile.ZipFile(path) as source, zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
+            for name in source.namelist():
+                target.writestr(name, source.read(name))
+    return archive.getvalue()
 
 
 def test_truncate_answers_with_what_is_left() -> None:

@@ -94,7 +94,7 @@ class Sequence:
 
     def save(self, path: Path) -> None:
         """Write tokens and state to `path` (numpy's npz, no pickles). The file is replaced atomically."""
-        header = {"version": _SAVE_VERSION, "fingerprint": self.shape.fingerprint, "tokens": len(self.tokens)}
+        header = {"version": _SAVE_VERSION, "fingerprint": self.shape.fingerprint}
         arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = {
             "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
             "tokens": np.array(self.tokens, np.int64),
@@ -117,8 +117,6 @@ class Sequence:
         """Read what `save` wrote. Raises FormatError when the file is damaged or was made with another model or KV
         dtype.
         """
-        from zipfile import BadZipFile
-
         sequence = cls(shape)
         try:
             with np.load(path, allow_pickle=False) as archive:
@@ -130,10 +128,10 @@ class Sequence:
                 sequence.tokens = [int(token) for token in archive["tokens"]]
                 for index in range(len(shape.layers)):
                     sequence._load_layer(index, int(archive[f"first.{index}"][0]), archive[f"tiles.{index}"], path)
-        except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile, TypeError) as error:
+        except _faults_of_damage() as error:
             sequence.close()
             raise FormatError(path, f"not a readable saved state: {error}") from error
-        except FormatError:
+        except BaseException:
             sequence.close()
             raise
         return sequence
@@ -166,3 +164,23 @@ class Sequence:
         for tile, data in enumerate(tiles, start=first):
             layer.bytes_of(tile)[:] = data
         self._tables[index] = layer.addresses()
+
+
+def _faults_of_damage() -> tuple[type[Exception], ...]:
+    """What reading a damaged npz file raises: from the archive, the compression, and the headers of the arrays."""
+    import tokenize
+    import zipfile
+    import zlib
+
+    return (
+        EOFError,
+        LookupError,
+        MemoryError,  # a shape beyond reason
+        OSError,
+        RuntimeError,  # an encrypted member; NotImplementedError: an unknown way of compressing
+        TypeError,
+        ValueError,
+        tokenize.TokenError,
+        zipfile.BadZipFile,
+        zlib.error,
+    )
