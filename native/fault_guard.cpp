@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
@@ -23,8 +24,13 @@ struct Range {
 Range ranges[kSlots];
 std::atomic<int> used_slots{0};  // slots below this have been taken once
 std::mutex slots_mutex;
-struct sigaction previous_action;
 uintptr_t page_bytes = 4096;
+
+// Each time ours is put in front of another library's handler again it is another function, with its own predecessor:
+// that library's predecessor may be ours of before, and one function for both would hand a fault round and round.
+constexpr int kHandlers = 4;
+struct sigaction predecessors[kHandlers];
+int installed_handlers = 0;
 
 // Maps zeros from the page of `address` to the end of its range: what lies behind a truncation cannot be read either,
 // and one mapping instead of one per page keeps clear of the limit on mappings. Only system calls: safe in a signal
@@ -44,28 +50,38 @@ bool absorb(uintptr_t address) {
   return false;
 }
 
-void on_bus_error(int signal_number, siginfo_t* info, void* context) {
-  if (info->si_code > 0 && absorb(reinterpret_cast<uintptr_t>(info->si_addr))) return;
-  if ((previous_action.sa_flags & SA_SIGINFO) != 0) {
-    previous_action.sa_sigaction(signal_number, info, context);
-  } else if (previous_action.sa_handler == SIG_DFL || previous_action.sa_handler == SIG_IGN) {
+void hand_on(const struct sigaction& predecessor, int signal_number, siginfo_t* info, void* context) {
+  if ((predecessor.sa_flags & SA_SIGINFO) != 0) {
+    predecessor.sa_sigaction(signal_number, info, context);
+  } else if (predecessor.sa_handler == SIG_DFL || predecessor.sa_handler == SIG_IGN) {
     // Returning runs the faulting instruction again, now with the default action: the process ends as it would have.
     signal(signal_number, SIG_DFL);
     if (info->si_code <= 0) raise(signal_number);
   } else {
-    previous_action.sa_handler(signal_number);
+    predecessor.sa_handler(signal_number);
   }
 }
+
+template <int Index>
+void on_bus_error(int signal_number, siginfo_t* info, void* context) {
+  if (info->si_code > 0 && absorb(reinterpret_cast<uintptr_t>(info->si_addr))) return;
+  hand_on(predecessors[Index], signal_number, info, context);
+}
+
+using Handler = void (*)(int, siginfo_t*, void*);
+constexpr Handler kHandler[kHandlers] = {on_bus_error<0>, on_bus_error<1>, on_bus_error<2>, on_bus_error<3>};
 
 // Called for every new range, because another library may have put its handler in front of ours meanwhile.
 void install_handler() {
   struct sigaction current;
   sigaction(SIGBUS, nullptr, &current);
-  if ((current.sa_flags & SA_SIGINFO) != 0 && current.sa_sigaction == on_bus_error) return;
-  previous_action = current;
+  const bool ours = (current.sa_flags & SA_SIGINFO) != 0 &&
+                    std::find(kHandler, kHandler + kHandlers, current.sa_sigaction) != kHandler + kHandlers;
+  if (ours || installed_handlers == kHandlers) return;
   page_bytes = uintptr_t(sysconf(_SC_PAGESIZE));
+  predecessors[installed_handlers] = current;
   struct sigaction action = {};
-  action.sa_sigaction = on_bus_error;
+  action.sa_sigaction = kHandler[installed_handlers++];
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigemptyset(&action.sa_mask);
   sigaction(SIGBUS, &action, nullptr);

@@ -168,3 +168,21 @@ def test_a_fault_in_a_mapping_of_somebody_else_still_ends_the_process(file_path:
     result = run_python(code, file_path)
     assert result.returncode == -signal.SIGBUS
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("times", [1, 6])
+def test_a_bus_error_ends_the_process_once_another_handler_came_between_ours(file_path: Path, times: int) -> None:
+    """Python's fault handler puts back what it found, ours, and raises the signal again."""
+    code = (
+        "import faulthandler, os, signal, sys, pathlib\n"
+        "from edge_transformer.formats.mapping import MappedModelFile\n"
+        "files = [MappedModelFile(pathlib.Path(sys.argv[1]))]\n"
+        f"for _ in range({times}):\n"
+        "    faulthandler.disable()\n"
+        "    faulthandler.enable()\n"
+        "    files.append(MappedModelFile(pathlib.Path(sys.argv[1])))\n"
+        "os.kill(os.getpid(), signal.SIGBUS)\n"
+    )
+    result = run_python(code, file_path)
+    assert result.returncode == -signal.SIGBUS
+    assert result.stderr.count("Fatal Python error: Bus error") <= times
