@@ -1,0 +1,65 @@
+// Takes the states of a wave of units into the running states of decode rows, in ascending order: block (64 columns, head,
+// row). m of every prefix is known from maxima alone, so the factors of all merges are made side by side; what is left in
+// sequence is one fused multiply-add a unit.
+//
+// Bytes read: 4 * (head_dim + 2) per unit and head. ETE_THREADS >= 64 and >= units of a wave.
+#include "attention_units.cuh"
+
+extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_merge(
+    const float *__restrict__ unit_acc, const float *__restrict__ unit_state, const int *__restrict__ positions,
+    const int *__restrict__ row_sequence, const int *__restrict__ counts, float *__restrict__ state,
+    float *__restrict__ out, int heads, int first_tile, int tile_count, int run_sequence, int first_row, int first_unit,
+    int wave_units, int window, int flags) {
+  ETE_SHARED(float, columns, kMostUnits * kStateColumns);  // [unit][column]
+  ETE_SHARED(float, unit_m, kMostUnits);
+  ETE_SHARED(float, unit_l, kMostUnits);
+  ETE_SHARED(float, kept, kMostUnits);   // factor of the running state
+  ETE_SHARED(float, taken, kMostUnits);  // factor of the unit's
+  ETE_SHARED(float, last_m, 1);
+  const int row = decode_row(counts, row_sequence, first_row, run_sequence);
+  if (row < 0) return;
+  const Units units = units_of(positions[row], window, first_tile, tile_count);
+  const int in_tiles = units.span.begin < units.span.end ? (units.span.end - 1) / units.size - units.first + 1 : 0;
+  const int count = max(0, min(wave_units, in_tiles - first_unit));
+  if (count == 0 && flags == 0) return;
+
+  const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.y);
+  const int column = static_cast<int>(blockIdx.x) * kStateColumns;
+  const int width = min(kStateColumns, kHeadDim - column);
+  const int64_t place = (static_cast<int64_t>(blockIdx.z) * heads + head) * wave_units;
+  for (int i = thread; i < count * (width / 4); i += ETE_THREADS) {
+    const int unit = i / (width / 4), part = i % (width / 4) * 4;
+    store16(columns + unit * kStateColumns + part, load16_float(unit_acc + (place + unit) * kHeadDim + column + part));
+  }
+  if (thread < count) {
+    unit_m[thread] = unit_state[2 * (place + thread)];
+    unit_l[thread] = unit_state[2 * (place + thread) + 1];
+  }
+  const int64_t running = (static_cast<int64_t>(row) * heads + head) * kStateCopies + blockIdx.x;
+  const bool begin = (flags & kBegin) != 0;
+  const float m = begin ? -ETE_INFINITY : state[2 * running];
+  float l = begin ? 0.0f : state[2 * running + 1];
+  if (thread == 0) last_m[0] = m;
+  __syncthreads();
+  if (thread < count) {
+    float before = m;
+    for (int i = 0; i < thread; ++i) before = fmaxf(before, unit_m[i]);
+    const float after = fmaxf(before, unit_m[thread]), reference = reference_of(after);
+    kept[thread] = expf(before - reference);
+    taken[thread] = expf(unit_m[thread] - reference);
+    if (thread == count - 1) last_m[0] = after;
+  }
+  __syncthreads();
+  if (thread >= width) return;
+  float *to = out + (static_cast<int64_t>(row) * heads + head) * kHeadDim + column + thread;
+  float acc = begin ? 0.0f : *to;
+  for (int i = 0; i < count; ++i) {
+    acc = fmaf(acc, kept[i], columns[i * kStateColumns + thread] * taken[i]);
+    l = fmaf(l, kept[i], unit_l[i] * taken[i]);
+  }
+  *to = (flags & kEnd) != 0 ? finished(acc, l) : acc;
+  if (thread == 0 && (flags & kEnd) == 0) {
+    state[2 * running] = last_m[0];
+    state[2 * running + 1] = l;
+  }
+}
