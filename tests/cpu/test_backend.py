@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +15,7 @@ from cpu.guarded import Guarded
 from cpu.made_weights import make_weight
 from edge_transformer import _native
 from edge_transformer.cpu.backend import CpuBackend
-from edge_transformer.errors import UsageError
+from edge_transformer.errors import UnsupportedModelError, UsageError
 from edge_transformer.formats.weight import Weight, WeightFormat
 from edge_transformer.ops.backend import AttentionShape, Backend
 from edge_transformer.ops.batch import Batch, PromptSpan
@@ -119,6 +121,27 @@ def test_threads_and_instruction_set_are_checked() -> None:
         CpuBackend(0)
 
 
+def test_heads_that_the_kernels_do_not_handle_refuse_the_model() -> None:
+    for head_dim in (4, 20, 264, 320):
+        with pytest.raises(UnsupportedModelError, match=f"head_dim is {head_dim}; supported: multiples of 8 up to 256"):
+            CpuBackend(1).reserve(8, 32, [make_shape(4, 2, head_dim)])
+
+
+def test_threads_that_the_system_refuses_are_a_capacity_error() -> None:
+    code = (
+        "import resource\n"
+        "from edge_transformer.cpu.backend import CpuBackend\n"
+        "from edge_transformer.errors import CapacityError\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+        "try: CpuBackend(1000)\n"
+        "except CapacityError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "refused to start 1000 threads" in result.stdout
+    assert "--threads" in result.stdout
+
+
 def test_allocated_memory_is_aligned() -> None:
     for nbytes in (1, 1000, 5 << 20):
         address, owner = CpuBackend(1).allocate(nbytes)
@@ -134,7 +157,7 @@ def attend(shape: AttentionShape, batch: Batch, cols: int) -> None:
 
 
 def refuse(message: str, shape: AttentionShape, batch: Batch, cols: int | None = None) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, UnsupportedModelError), match=message):
         attend(shape, batch, shape.heads * shape.head_dim if cols is None else cols)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from edge_transformer import _native
 from edge_transformer.cpu.linear import LinearOps, linear_workspace
 from edge_transformer.cpu.settings import cpu_settings
+from edge_transformer.errors import CapacityError, UnsupportedModelError
 from edge_transformer.formats.weight import Weight
 from edge_transformer.memory import HostMemory
 from edge_transformer.ops.backend import AttentionShape
@@ -22,14 +23,15 @@ class CpuBackend:
     """The ops on the processor. `pool` may be used between passes, by one thread at a time, and so may the ops.
 
     threads, isa: None takes what the environment says (cpu/settings.py), or the best this machine has.
-    Raises UsageError for a thread count or instruction set that cannot be had.
+    Raises UsageError for a thread count or instruction set that cannot be had, CapacityError when the system refuses to
+    start that many threads.
     """
 
     name = "cpu"
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         settings = cpu_settings(isa, threads)
-        self.pool = _native.ThreadPool(settings.threads)
+        self.pool = _start_pool(settings.threads)
         self.isa = settings.isa
         self._isa = _native.instruction_set_index(settings.isa)
         self._linear = LinearOps(self.pool, self._isa)
@@ -44,11 +46,24 @@ class CpuBackend:
         return memory.address, memory
 
     def reserve(self, rows: int, cols: int, shapes: Sequence[AttentionShape]) -> None:
-        """Scratch in the pool; the native objects of `shapes`."""
-        self.pool.reserve(*linear_workspace(rows, cols))
-        for shape in shapes:
-            self.pool.reserve(*_native.attention_workspace(shape.heads, shape.head_dim))
-            self._attention(shape)
+        """Scratch in the pool; the native objects of `shapes`.
+
+        Raises UnsupportedModelError for heads that the kernels do not handle, CapacityError when memory is refused.
+        """
+        try:
+            self.pool.reserve(*linear_workspace(rows, cols))
+            for shape in shapes:
+                self.pool.reserve(*_native.attention_workspace(shape.heads, shape.head_dim))
+                self._attention(shape)
+        except MemoryError as error:
+            raise CapacityError(
+                f"the system refused the scratch memory of {self.pool.threads} threads for passes of {rows} rows; use "
+                "fewer threads (--threads)"
+            ) from error
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"attention on the CPU: {error} (--backend reference has no such limit)"
+            ) from error
 
     def gather_rows(self, table: Weight, batch: Batch, scale: float, out: Tensor) -> None:
         self._linear.gather_rows(table, batch.token_ids, scale, out)
@@ -136,8 +151,8 @@ class CpuBackend:
     def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
         x_rows, cols = x.shape
         _check(out, count, cols)
-        if count > rows.shape[0]:
-            raise ValueError(f"{count} rows were asked for; {rows.shape[0]} are named")
+        if rows.dtype is not DType.I32 or count > rows.shape[0]:
+            raise ValueError(f"{count} rows were asked for; they are named in {rows.dtype} {rows.shape}, needed: i32")
         self._elementwise.select_rows(x.address, x_rows, cols, rows.address, count, out.address)
 
     def close(self) -> None:
@@ -180,6 +195,15 @@ class CpuBackend:
             )
             self._attentions[id(shape)] = known = (shape, op)
         return known[1]
+
+
+def _start_pool(threads: int) -> _native.ThreadPool:
+    try:
+        return _native.ThreadPool(threads)
+    except RuntimeError as error:  # the library's std::system_error
+        raise CapacityError(
+            f"the system refused to start {threads} threads ({error}); use fewer (--threads)"
+        ) from error
 
 
 def _address(tensor: Tensor | None) -> int:
