@@ -14,14 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_transformer.engine.kv import RUN_BYTES, LayerTiles, TileGeometry
+from edge_transformer.engine.kv import RUN_BYTES, HostTileMemory, LayerTiles, TileGeometry
 from edge_transformer.engine.sequence import Sequence, StateShape
 from edge_transformer.errors import FormatError
 from edge_transformer.ops.batch import KV_TILE_POSITIONS as TILE
-from edge_transformer.ops.tensor import DType
+from edge_transformer.ops.tensor import DType, array_at
 
+HOST = HostTileMemory()
 SMALL = TileGeometry(kv_heads=1, head_dim=8, dtype=DType.F32, window=None)
 WINDOWED = TileGeometry(kv_heads=1, head_dim=8, dtype=DType.F32, window=100)
+
+
+def fill(tiles: LayerTiles, index: int, value: object) -> None:
+    tiles.write(index, np.broadcast_to(np.asarray(value, np.uint8), (tiles.geometry.tile_bytes,)))
+
+
+def view(tiles: LayerTiles, index: int) -> np.ndarray:
+    return array_at(int(tiles.addresses()[index]), (tiles.geometry.tile_bytes,), np.uint8)
 
 
 def test_tile_bytes_by_hand() -> None:
@@ -31,11 +40,11 @@ def test_tile_bytes_by_hand() -> None:
 
 def test_runs_hold_consecutive_tiles_of_at_least_four_mebibytes() -> None:
     geometry = TileGeometry(3, 64, DType.BF16, None)
-    tiles = LayerTiles(geometry)
+    tiles = LayerTiles(geometry, HOST)
     tiles.prepare(0, 10 * TILE)
     addresses = tiles.addresses()
-    assert geometry.run_tiles * geometry.tile_bytes >= RUN_BYTES
-    assert geometry.run_tiles >= 10
+    assert geometry.run_tiles(RUN_BYTES) * geometry.tile_bytes >= RUN_BYTES
+    assert geometry.run_tiles(RUN_BYTES) >= 10
     assert np.all(np.diff(addresses) == geometry.tile_bytes)
     tiles.close()
 
@@ -60,7 +69,7 @@ def test_first_visible_tile(window: int | None, position: int, first: int) -> No
 
 
 def test_window_frees_tiles_and_recycles_their_memory() -> None:
-    tiles = LayerTiles(WINDOWED)
+    tiles = LayerTiles(WINDOWED, HOST)
     seen: set[int] = set()
     for start in range(0, 40 * TILE, TILE):
         tiles.prepare(start, start + TILE)
@@ -75,23 +84,23 @@ def test_window_frees_tiles_and_recycles_their_memory() -> None:
 
 
 def test_fork_shares_full_tiles_and_copies_before_writing() -> None:
-    one = LayerTiles(SMALL)
+    one = LayerTiles(SMALL, HOST)
     one.prepare(0, TILE + 10)
-    one.bytes_of(0)[:] = 1
-    one.bytes_of(1)[:] = 2
+    fill(one, 0, 1)
+    fill(one, 1, 2)
     two = one.fork()
     assert two.addresses().tolist() == one.addresses().tolist()
     two.prepare(TILE + 10, TILE + 11)
     assert two.addresses()[0] == one.addresses()[0]
     assert two.addresses()[1] != one.addresses()[1]
-    assert np.all(two.bytes_of(1) == 2)
-    two.bytes_of(1)[:] = 3
-    assert np.all(one.bytes_of(1) == 2)
+    assert np.all(two.read(1) == 2)
+    fill(two, 1, 3)
+    assert np.all(one.read(1) == 2)
     one.prepare(TILE + 10, TILE + 11)
-    one.bytes_of(1)[:] = 4
-    assert np.all(two.bytes_of(1) == 3)
+    fill(one, 1, 4)
+    assert np.all(two.read(1) == 3)
     one.close()
-    assert np.all(two.bytes_of(0) == 1)
+    assert np.all(two.read(0) == 1)
     two.close()
 
 
@@ -99,13 +108,13 @@ def test_fork_shares_full_tiles_and_copies_before_writing() -> None:
 @settings(max_examples=60, deadline=None)
 def test_random_forks_writes_and_truncations_keep_every_sequence_to_itself(actions: list[tuple[int, int, int]]) -> None:
     """Each list is compared with a plain Python list of what was written at each position."""
-    lists = [LayerTiles(SMALL)]
+    lists = [LayerTiles(SMALL, HOST)]
     written: list[list[int]] = [[]]
     item = SMALL.tile_bytes // TILE
     counter = 0
 
     def cell(tiles: LayerTiles, position: int) -> np.ndarray:
-        return tiles.bytes_of(position // TILE).reshape(TILE, item)[position % TILE]
+        return view(tiles, position // TILE).reshape(TILE, item)[position % TILE]
 
     for kind, which, amount in actions:
         index = which % len(lists)
@@ -138,7 +147,7 @@ def _filled(shape: StateShape, length: int, seed: int = 0) -> Sequence:
         sequence.prepare(count)
         sequence.commit(random.integers(0, 1000, count).tolist())
         for layer in sequence.layers:
-            layer.bytes_of(start // TILE)[:] = random.integers(0, 256, layer.geometry.tile_bytes, np.uint8)
+            fill(layer, start // TILE, random.integers(0, 256, layer.geometry.tile_bytes, np.uint8))
     return sequence
 
 
@@ -154,7 +163,7 @@ def test_saved_state_comes_back(tmp_path: Path, length: int) -> None:
     for layer, original in zip(loaded.layers, sequence.layers, strict=True):
         assert layer.tile_count == original.tile_count
         for tile in range(original.first_tile, original.tile_count):
-            assert np.array_equal(layer.bytes_of(tile), original.bytes_of(tile))
+            assert np.array_equal(layer.read(tile), original.read(tile))
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     loaded.close()
     sequence.close()

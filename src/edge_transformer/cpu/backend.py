@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from edge_transformer import _native
 from edge_transformer.cpu.linear import LinearOps, linear_workspace
 from edge_transformer.cpu.settings import cpu_settings
@@ -16,7 +19,7 @@ from edge_transformer.formats.weight import Weight
 from edge_transformer.memory import HostMemory
 from edge_transformer.ops.backend import AttentionShape
 from edge_transformer.ops.batch import Batch
-from edge_transformer.ops.tensor import DType, Tensor
+from edge_transformer.ops.tensor import DType, Tensor, host_rows
 
 
 class CpuBackend:
@@ -154,6 +157,12 @@ class CpuBackend:
         if rows.dtype is not DType.I32 or count > rows.shape[0]:
             raise ValueError(f"{count} rows were asked for; they are named in {rows.dtype} {rows.shape}, needed: i32")
         self._elementwise.select_rows(x.address, x_rows, cols, rows.address, count, out.address)
+
+    def read(self, tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
+        return host_rows(tensor, rows)
+
+    def write(self, tensor: Tensor, values: npt.NDArray[np.float32]) -> None:
+        host_rows(tensor, len(values))[:] = values
 
     def close(self) -> None:
         """Drop all references to weights and batches. The threads end with the last reference to `pool`."""

@@ -62,12 +62,12 @@ class PassResult:
         self._engine = engine
         self._batch = batch
         self._number = number
-        self._kept: Tensor | None = None
+        self._kept: npt.NDArray[np.float32] | None = None
 
     def keep(self) -> None:
         """Copy the hidden states, so that logits can be read after other passes too. Raises as `blocks` does."""
         with self._engine.lock:
-            self._kept = tensor_of(self._hidden().rows(0, len(self.rows)).numpy().view(np.float32).copy())
+            self._kept = self._engine._hidden_states(self._number, len(self.rows))
 
     def blocks(self) -> Iterator[tuple[AbstractSequence[tuple[int, int]], npt.NDArray[np.float32]]]:
         """Yield (rows, logits f32 [len(rows), V]) block by block.
@@ -78,16 +78,13 @@ class PassResult:
         for start in range(0, len(self.rows), LOGIT_BLOCK_ROWS):
             rows = self.rows[start : start + LOGIT_BLOCK_ROWS]
             with self._engine.lock:
-                logits = self._engine._logits(self._batch, self._hidden().rows(start, start + len(rows))).copy()
+                hidden = self._engine._hidden_rows(self._number, self._kept, start, len(rows))
+                logits = self._engine._logits(self._batch, hidden).copy()
             yield rows, logits
 
     def logits(self) -> npt.NDArray[np.float32]:
         """f32 [len(rows), V]."""
         return np.concatenate([block for _, block in self.blocks()])
-
-    def _hidden(self) -> Tensor:
-        """f32 [>= len(rows), H]."""
-        return self._engine._selected_of(self._number) if self._kept is None else self._kept
 
 
 class Engine:
@@ -213,15 +210,16 @@ class Engine:
         activation_bytes = round_up(forward.activation_bytes(config, rows), 256)
         selected_bytes = round_up(rows * config.hidden_size * 4, 256)
         logits_bytes = LOGIT_BLOCK_ROWS * config.vocab_size * 4
-        self._workspace_bytes = activation_bytes + selected_bytes + logits_bytes
+        kept_bytes = round_up(LOGIT_BLOCK_ROWS * config.hidden_size * 4, 256)
+        self._workspace_bytes = activation_bytes + selected_bytes + kept_bytes + logits_bytes
         address, owner = self._backend.allocate(self._workspace_bytes)
         widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         self._backend.reserve(rows, widest, [layer.shape for layer in self._layers])
         self._activations = forward.make_activations(config, rows, address, owner)
         self._selected = Tensor(address + activation_bytes, (rows, config.hidden_size), DType.F32, owner)
-        self._logits_block = Tensor(
-            address + activation_bytes + selected_bytes, (LOGIT_BLOCK_ROWS, config.vocab_size), DType.F32, owner
-        )
+        hidden_end = address + activation_bytes + selected_bytes
+        self._kept_block = Tensor(hidden_end, (LOGIT_BLOCK_ROWS, config.hidden_size), DType.F32, owner)
+        self._logits_block = Tensor(hidden_end + kept_bytes, (LOGIT_BLOCK_ROWS, config.vocab_size), DType.F32, owner)
 
     def _require_open(self) -> None:
         """What lies in the weights' memory must not be read once it is given back."""
@@ -300,23 +298,38 @@ class Engine:
                 return False
             for segment in self._segments[index]:
                 matrices = weights.acquire(index, segment)
-                forward.run_segment(segment, backend, config, layer, matrices, activations, batch)
-                weights.release(index, segment)
+                try:
+                    forward.run_segment(segment, backend, config, layer, matrices, activations, batch)
+                finally:
+                    weights.release(index, segment)
                 if after is not None:
                     after(f"layer {index} ({segment})")
         return True
 
-    def _selected_of(self, number: int) -> Tensor:
-        """Hidden states of the rows whose logits were asked in the pass of this number."""
+    def _hidden_states(self, number: int, rows: int) -> npt.NDArray[np.float32]:
+        """A copy, f32 [rows, H], of the hidden states whose logits were asked in the pass of this number."""
+        self._require_open()
+        self._require_newest(number)
+        return self._backend.read(self._selected, rows).copy()
+
+    def _hidden_rows(self, number: int, kept: npt.NDArray[np.float32] | None, start: int, count: int) -> Tensor:
+        """`count` rows of hidden states from `start` on, where the executor can use them: a pass's own, or `kept`."""
+        self._require_open()
+        if kept is None:
+            self._require_newest(number)
+            return self._selected.rows(start, start + count)
+        self._backend.write(self._kept_block, kept[start : start + count])
+        return self._kept_block.rows(0, count)
+
+    def _require_newest(self, number: int) -> None:
         if number != self._passes:
             raise UsageError("the logits of a pass can be read until the next pass only")
-        return self._selected
 
     def _logits(self, batch: Batch, selected: Tensor) -> npt.NDArray[np.float32]:
         self._require_open()
         count = selected.shape[0]
         self._backend.lm_head(self._weights.head, selected, count, self.config.final_softcap, self._logits_block)
-        logits = self._logits_block.numpy()[:count].view(np.float32)
+        logits = self._backend.read(self._logits_block, count)
         if not np.isfinite(logits).all():
             self._checkpoint.check_unchanged()
             raise NumericError(self._locate_nonfinite(batch))
@@ -330,8 +343,7 @@ class Engine:
         first: list[str] = []
 
         def look(part: str) -> None:
-            values = (tensor.numpy()[: batch.rows].view(np.float32) for tensor in (residual, normed))
-            if not first and not all(np.isfinite(value).all() for value in values):
+            if not first and not all(np.isfinite(self._backend.read(t, batch.rows)).all() for t in (residual, normed)):
                 first.append(part)
 
         self._run_layers(batch, after=look)

@@ -9,6 +9,7 @@ written.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +34,9 @@ class TileGeometry:
     def tile_bytes(self) -> int:
         return 2 * self.kv_heads * KV_TILE_POSITIONS * self.head_dim * ITEM_BYTES[self.dtype]
 
-    @property
-    def run_tiles(self) -> int:
-        return 1 if self.window is not None else -(-RUN_BYTES // self.tile_bytes)
+    def run_tiles(self, run_bytes: int) -> int:
+        """Tiles of a run of at least `run_bytes`; 1 for a windowed layer."""
+        return 1 if self.window is not None else max(1, -(-run_bytes // self.tile_bytes))
 
     def first_visible_tile(self, position: int) -> int:
         """Index of the first tile that a query at `position` (or a later one) can see."""
@@ -44,13 +45,62 @@ class TileGeometry:
         return max(0, position - self.window + 1) // KV_TILE_POSITIONS
 
 
+class Allocation(Protocol):
+    """`nbytes` bytes at `address`, given back by `close`."""
+
+    address: int
+
+    def close(self) -> None: ...
+
+
+class TileMemory(Protocol):
+    """Where KV tiles lie: host memory, page-locked host memory, or the memory of a GPU.
+
+    run_bytes: tiles are allocated in runs of at least so many bytes. Addresses mean what the executor takes them for.
+    """
+
+    run_bytes: int
+
+    def allocate(self, nbytes: int) -> Allocation:
+        """Raises CapacityError when there is not so much."""
+        ...
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Copy between tiles; done when later work of the executor looks."""
+        ...
+
+    def read(self, address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """A copy on the host."""
+        ...
+
+    def write(self, address: int, data: npt.NDArray[np.uint8]) -> None: ...
+
+
+class HostTileMemory:
+    """KV tiles in ordinary host memory. Pages cost nothing until they are written."""
+
+    run_bytes = RUN_BYTES
+
+    def allocate(self, nbytes: int) -> Allocation:
+        return HostMemory(nbytes)
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        array_at(destination, (nbytes,), np.uint8)[:] = array_at(source, (nbytes,), np.uint8)
+
+    def read(self, address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        return array_at(address, (nbytes,), np.uint8).view(np.uint8).copy()
+
+    def write(self, address: int, data: npt.NDArray[np.uint8]) -> None:
+        array_at(address, (len(data),), np.uint8)[:] = data
+
+
 class Run:
     """Consecutive tiles in one allocation, counted by the tile lists that point into it."""
 
     __slots__ = ("memory", "references")
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = HostMemory(nbytes)
+    def __init__(self, memory: Allocation) -> None:
+        self.memory = memory
         self.references = 0
 
 
@@ -66,8 +116,9 @@ class LayerTiles:
     Tiles may be shared with forks: full tiles stay shared, a tile about to be written is copied first.
     """
 
-    def __init__(self, geometry: TileGeometry) -> None:
+    def __init__(self, geometry: TileGeometry, memory: TileMemory) -> None:
         self.geometry = geometry
+        self.memory = memory
         self._slots: list[_Slot | None] = []
         self._spare: list[_Slot] = []  # tiles of the newest run that are not yet in use
         self._shared: set[int] = set()
@@ -126,7 +177,7 @@ class LayerTiles:
 
     def fork(self) -> LayerTiles:
         """A second list over the same tiles; whichever writes into a shared tile first copies it."""
-        other = LayerTiles(self.geometry)
+        other = LayerTiles(self.geometry, self.memory)
         other._slots = list(self._slots)
         for index, slot in enumerate(self._slots):
             if slot is not None:
@@ -135,12 +186,13 @@ class LayerTiles:
                 other._shared.add(index)
         return other
 
-    def bytes_of(self, index: int) -> npt.NDArray[np.uint8]:
-        """The bytes of a held tile, as a view. Raises KeyError when it has been freed."""
-        slot = self._slots[index]
-        if slot is None:
-            raise KeyError(f"KV tile {index} has been freed")
-        return array_at(slot.address, (self.geometry.tile_bytes,), np.uint8).view(np.uint8)
+    def read(self, index: int) -> npt.NDArray[np.uint8]:
+        """A copy of a held tile's bytes. Raises KeyError when it has been freed."""
+        return self.memory.read(self._held(index).address, self.geometry.tile_bytes)
+
+    def write(self, index: int, data: npt.NDArray[np.uint8]) -> None:
+        """Replace a held tile's bytes. Raises KeyError when it has been freed."""
+        self.memory.write(self._held(index).address, data)
 
     def skip(self, tiles: int) -> None:
         """Leave out the first `tiles` tiles of an empty list, as a window had freed them (used when loading)."""
@@ -154,10 +206,16 @@ class LayerTiles:
         self._slots, self._spare = [], []
         self._shared.clear()
 
+    def _held(self, index: int) -> _Slot:
+        slot = self._slots[index]
+        if slot is None:
+            raise KeyError(f"KV tile {index} has been freed")
+        return slot
+
     def _take(self) -> _Slot:
         if not self._spare:
-            tiles, nbytes = self.geometry.run_tiles, self.geometry.tile_bytes
-            run = Run(tiles * nbytes)
+            tiles, nbytes = self.geometry.run_tiles(self.memory.run_bytes), self.geometry.tile_bytes
+            run = Run(self.memory.allocate(tiles * nbytes))
             run.references = tiles
             self._spare = [_Slot(run, run.memory.address + index * nbytes) for index in reversed(range(tiles))]
         return self._spare.pop()
@@ -168,8 +226,7 @@ class LayerTiles:
         if old is None or old.run.references == 1:
             return
         new = self._take()
-        nbytes = self.geometry.tile_bytes
-        array_at(new.address, (nbytes,), np.uint8)[:] = array_at(old.address, (nbytes,), np.uint8)
+        self.memory.copy(new.address, old.address, self.geometry.tile_bytes)
         self._slots[index] = new
         _release(old.run)
 

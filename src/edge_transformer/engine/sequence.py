@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_transformer.engine.kv import LayerTiles, TileGeometry
+from edge_transformer.engine.kv import HostTileMemory, LayerTiles, TileGeometry, TileMemory
 from edge_transformer.errors import FormatError
 from edge_transformer.ops.batch import KV_TILE_POSITIONS
 
@@ -19,11 +19,14 @@ _SAVE_VERSION = 1
 
 class StateShape:
     """What a model's per-sequence state looks like. `identity` describes the model and the cache dtype: states saved
-    with another description are refused.
+    with another description are refused. `memory`: where KV tiles lie (None: ordinary host memory).
     """
 
-    def __init__(self, layers: tuple[TileGeometry, ...], identity: Callable[[], str]) -> None:
+    def __init__(
+        self, layers: tuple[TileGeometry, ...], identity: Callable[[], str], memory: TileMemory | None = None
+    ) -> None:
         self.layers = layers
+        self.memory: TileMemory = HostTileMemory() if memory is None else memory
         self._identity = identity
 
     @cached_property
@@ -43,7 +46,7 @@ class Sequence:
     def __init__(self, shape: StateShape) -> None:
         self.shape = shape
         self.tokens: list[int] = []
-        self.layers = [LayerTiles(geometry) for geometry in shape.layers]
+        self.layers = [LayerTiles(geometry, shape.memory) for geometry in shape.layers]
         self._tables: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = [layer.addresses() for layer in self.layers]
 
     def __len__(self) -> int:
@@ -102,7 +105,7 @@ class Sequence:
         for index, layer in enumerate(self.layers):
             first = min(layer.first_tile, self._tile_count)
             arrays[f"first.{index}"] = np.array([first], np.int64)
-            tiles = [layer.bytes_of(tile) for tile in range(first, self._tile_count)]
+            tiles = [layer.read(tile) for tile in range(first, self._tile_count)]
             arrays[f"tiles.{index}"] = np.stack(tiles) if tiles else np.empty((0, layer.geometry.tile_bytes), np.uint8)
         partial = path.with_name(path.name + ".partial")
         try:
@@ -162,7 +165,7 @@ class Sequence:
         if not layer.can_truncate(length):
             raise FormatError(path, f"layer {index}: tiles that the next token would see are missing")
         for tile, data in enumerate(tiles, start=first):
-            layer.bytes_of(tile)[:] = data
+            layer.write(tile, data)
         self._tables[index] = layer.addresses()
 
 

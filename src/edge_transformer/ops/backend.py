@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from edge_transformer.formats.weight import Weight
 from edge_transformer.ops.batch import Batch
 from edge_transformer.ops.tensor import DType, Tensor
@@ -144,6 +147,16 @@ class Backend(Protocol):
 
     def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
         """out[i] = x[rows[i]] for i < count; x, out f32 [., H], rows int32 [>= count]."""
+        ...
+
+    def read(self, tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
+        """The first `rows` rows of an f32 tensor, on the host, once the ops before have run. Valid until the next read
+        or op.
+        """
+        ...
+
+    def write(self, tensor: Tensor, values: npt.NDArray[np.float32]) -> None:
+        """Put f32 [n, cols] into the first n rows of a tensor [>= n, cols], before the ops that follow."""
         ...
 
     def close(self) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
+
+from edge_transformer.memory import bytes_at
 
 
 class DType(StrEnum):
@@ -50,11 +51,12 @@ class Tensor:
 def array_at(address: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
     """A writable numpy view of raw host memory. The caller keeps the memory alive."""
     element = np.dtype(dtype)
-    nbytes = math.prod(shape) * element.itemsize
-    if nbytes == 0:
-        return np.empty(shape, element)
-    memory = memoryview((ctypes.c_char * nbytes).from_address(address))
-    return np.frombuffer(memory, dtype=element).reshape(shape)
+    return bytes_at(address, math.prod(shape) * element.itemsize).view(element).reshape(shape)
+
+
+def host_rows(tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
+    """A view of the first `rows` rows of an f32 tensor in host memory."""
+    return tensor.numpy()[:rows].view(np.float32)
 
 
 def tensor_of(array: npt.NDArray[np.generic]) -> Tensor:

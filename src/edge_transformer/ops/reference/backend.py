@@ -19,7 +19,7 @@ from edge_transformer.ops.reference.attention import attend
 from edge_transformer.ops.reference.kv_tiles import tile_view, write_position
 from edge_transformer.ops.reference.norm import rmsnorm
 from edge_transformer.ops.reference.rope import rotate
-from edge_transformer.ops.tensor import Tensor
+from edge_transformer.ops.tensor import Tensor, host_rows
 
 Floats = npt.NDArray[np.float32]
 
@@ -127,6 +127,12 @@ class ReferenceBackend:
 
     def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
         _floats(out)[:count] = _floats(x)[rows.numpy()[:count]]
+
+    def read(self, tensor: Tensor, rows: int) -> Floats:
+        return host_rows(tensor, rows)
+
+    def write(self, tensor: Tensor, values: Floats) -> None:
+        host_rows(tensor, len(values))[:] = values
 
     def close(self) -> None:
         self._values.clear()
