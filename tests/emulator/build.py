@@ -66,9 +66,9 @@ class EmulatedKernel:
         return message.decode() if message else None
 
 
-def emulated_kernel(source: KernelSource, arch: int, folder: Path = KERNELS) -> EmulatedKernel:
-    """Compile (or find) `source` of `folder` as ETE_ARCH `arch`. Every kernel has state of its own."""
-    return EmulatedKernel(source, ctypes.CDLL(str(_shared_object(source, arch, folder))))
+def emulated_kernel(source: KernelSource, arch: int) -> EmulatedKernel:
+    """Compile (or find) `source` (its file may be an absolute path) as ETE_ARCH `arch`. Each kernel has its own state."""
+    return EmulatedKernel(source, ctypes.CDLL(str(_shared_object(source, arch))))
 
 
 @functools.cache
@@ -78,22 +78,22 @@ def _compiler() -> str:
     return version + platform.machine() + "".join(model)
 
 
-def _shared_object(source: KernelSource, arch: int, folder: Path) -> Path:
-    headers = sorted({*HERE.glob("*.hpp"), *folder.glob("*.cuh"), *KERNELS.glob("*.cuh")})
-    parts = [path.read_bytes() for path in (*headers, folder / source.file)]
+def _shared_object(source: KernelSource, arch: int) -> Path:
+    headers = sorted({*HERE.glob("*.hpp"), *KERNELS.glob("*.cuh")})
+    parts = [path.read_bytes() for path in (*headers, KERNELS / source.file, _runtime())]
     digest = hashlib.sha256(repr((parts, source, arch, FLAGS, _compiler())).encode()).hexdigest()[:24]
     target = CACHE / f"{source.entry}-{digest}.so"
     if target.exists():
         return target
     wrapper = (
-        f'#include "{folder / source.file}"\n'
+        f'#include "{KERNELS / source.file}"\n'
         f'extern "C" const char *ete_signature() {{ return ete_emulator::signature({source.entry}); }}\n'
         f'extern "C" void ete_body(void **arguments) {{ ete_emulator::invoke({source.entry}, arguments); }}\n'
     )
     defines = [
         f"-D{name}={value}" for name, value in (("ETE_ARCH", arch), ("ETE_THREADS", source.threads), *source.defines)
     ]
-    includes = [f"-I{path}" for path in (HERE, folder, KERNELS)]
+    includes = [f"-I{path}" for path in (HERE, KERNELS)]
     _compile(
         [
             "-shared",

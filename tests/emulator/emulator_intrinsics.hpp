@@ -152,7 +152,7 @@ void ldmatrix(uint32_t (&out)[matrices], const void* row) {
   warp_collective("ldmatrix", row, out, ldmatrix_action<matrices, transposed>);
 }
 
-void cp_async(void* shared, const void* global, int bytes);
+void cp_async(void* shared, const void* global, int bytes, bool at_once);
 void cp_async_commit();
 void cp_async_wait(int pending);
 
@@ -205,7 +205,7 @@ inline uint32_t load4_once(const void* at) { return ete_emulator::load<uint32_t>
 inline uint16_t load2_once(const void* at) { return ete_emulator::load<uint16_t>(at); }
 
 inline void cp_async16(void* shared, const void* global, int bytes = 16) {
-  ete_emulator::cp_async(shared, global, bytes);
+  ete_emulator::cp_async(shared, global, bytes, ETE_ARCH < 80);
 }
 inline void cp_async_commit() { ete_emulator::cp_async_commit(); }
 template <int pending>

@@ -226,11 +226,11 @@ void* static_array(int id, size_t bytes) {
   return array.at;
 }
 
-void cp_async(void* shared, const void* global, int bytes) {
+void cp_async(void* shared, const void* global, int bytes, bool at_once) {
   check_aligned(shared, 16);
   if (bytes) check_aligned(global, 16);
   if (bytes < 0 || bytes > 16) fail("cp_async16 of %d bytes", bytes);
-#if ETE_EMULATED_ASYNC
+  if (at_once) return land({shared, global, bytes, 0});
   Fiber& self = block.fibers[block.current];
   if (self.copy_count == self.copy_capacity) {
     self.copy_capacity = self.copy_capacity ? 2 * self.copy_capacity : 16;
@@ -239,9 +239,6 @@ void cp_async(void* shared, const void* global, int bytes) {
   }
   self.copies[self.copy_count++] = {shared, global, bytes, self.group};
   std::memset(shared, kPoison, 16);
-#else
-  land({shared, global, bytes, 0});
-#endif
 }
 
 void cp_async_commit() { ++block.fibers[block.current].group; }

@@ -12,14 +12,13 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from edge_transformer.cuda.runtime import Argument, Event, Gpu, GpuProperties, Kernel, KernelSource, Stream
 from edge_transformer.errors import CapacityError, GpuError
-from emulator.build import KERNELS, EmulatedKernel, emulated_kernel
+from emulator.build import EmulatedKernel, emulated_kernel
 from emulator.capture import Capture, EmulatedGraph
 from emulator.clocks import Access, Clock, Clocks
 from emulator.memory import EmulatedMemory, MemoryMap, Region, poison
@@ -57,7 +56,6 @@ class EmulatedGpu:
     launch), or "both": every launch is run in both, results have to be equal bit for bit, and nothing else than what
     it may write may have changed.
     capability: what kernels are compiled for. check_order=False leaves the order of work to be found by value.
-    kernel_folder: where the files of KernelSource are, for tests with kernels of their own.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class EmulatedGpu:
         total_bytes: int = 1 << 30,
         refuse_registration: bool = False,
         check_order: bool = True,
-        kernel_folder: Path = KERNELS,
     ) -> None:
         if order not in ORDERS:
             raise ValueError(f"order is one of {ORDERS}, not {order!r}")
@@ -83,7 +80,6 @@ class EmulatedGpu:
         )
         self._order = order
         self._check_order = check_order
-        self._folder = kernel_folder
         self._queues = Queues(seed)
         self._clocks = Clocks()
         self._map = MemoryMap()
@@ -201,7 +197,7 @@ class EmulatedGpu:
     def kernel(self, source: KernelSource) -> EmulatedKernel:
         if source.threads % 32 or not 32 <= source.threads <= 1024:
             raise GpuError(f"{source.file}: {source.entry}: {source.threads} threads are not whole warps up to 1024")
-        return emulated_kernel(source, self._arch, self._folder)
+        return emulated_kernel(source, self._arch)
 
     def launch(
         self,

@@ -143,7 +143,7 @@ class _Job:
         defines = (("ETE_ARCH", str(path_arch)), ("ETE_THREADS", str(source.threads)), *source.defines)
         options = (f"-arch={target}", *OPTIONS, *(f"-D{name}={value}" for name, value in defines))
         texts = _with_headers(source.file, folder)
-        content = json.dumps([source.file, source.entry, sorted(texts.items()), options, _compiler_version()])
+        content = json.dumps([source.file, source.entry, sorted(texts.items()), options, compiler_version()])
         key = hashlib.sha256(content.encode()).hexdigest()[:32]
         return _Job(source, target, texts, options, f"{source.entry}-{target}", key)
 
@@ -194,7 +194,7 @@ def _nvrtc() -> Any:
 
 
 @functools.cache
-def _compiler_version() -> str:
+def compiler_version() -> str:
     version = ".".join(map(str, _checked("nvrtcVersion", _nvrtc().nvrtcVersion())))
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         try:
@@ -215,7 +215,7 @@ def _target(arch: int) -> str:
         raise GpuError(f"the GPU has compute capability {arch / 10}; the kernels need {OLDEST / 10} or later")
     known = [supported for supported in _supported() if supported <= arch]
     if not known:
-        raise GpuError(f"NVRTC {_compiler_version()} compiles for {_supported()}, not for {arch}: install another")
+        raise GpuError(f"NVRTC {compiler_version()} compiles for {_supported()}, not for {arch}: install another")
     same_generation = known[-1] // 10 == arch // 10
     return f"sm_{known[-1]}" if same_generation else f"compute_{known[-1]}"
 
