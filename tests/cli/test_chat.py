@@ -2,9 +2,9 @@
 
 import pytest
 from click.testing import CliRunner, Result
-from fake_llm import FakeLLM
 
 import edge_transformer
+from cli.fake_llm import FakeLLM
 from edge_transformer.cli.conversation import Conversation
 from edge_transformer.cli.main import ete
 from edge_transformer.errors import ContextLengthError

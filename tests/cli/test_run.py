@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from fake_llm import FakeLLM
 
 import edge_transformer
+from cli.fake_llm import FakeLLM
 from edge_transformer.cli.main import ete
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_engine import append, in_chunks, long_context_model, open_cpu_engine, random_tokens, write_model
 
 from edge_transformer.engine.core import Chunk, Engine
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.errors import CapacityError, ContextLengthError, FileChangedError, NumericError, UsageError
 from edge_transformer.ops.tensor import DType
+from engine.tiny_engine import append, in_chunks, long_context_model, open_cpu_engine, random_tokens, write_model
 from tiny.models import MODELS
 from tiny.weights import make_weights
 from tiny.write import write_hf

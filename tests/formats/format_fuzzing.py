@@ -13,7 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from sample_files import (
+
+from edge_transformer.errors import FormatError, UnsupportedModelError
+from edge_transformer.formats.gguf_reader import MAX_TENSORS
+from edge_transformer.formats.gguf_types import StringArray
+from edge_transformer.formats.open import open_checkpoint
+from edge_transformer.formats.repack import read_vector
+from formats.sample_files import (
     ARRAY,
     GGUF_TYPES,
     STRING,
@@ -28,12 +34,6 @@ from sample_files import (
     string_array,
     text_value,
 )
-
-from edge_transformer.errors import FormatError, UnsupportedModelError
-from edge_transformer.formats.gguf_reader import MAX_TENSORS
-from edge_transformer.formats.gguf_types import StringArray
-from edge_transformer.formats.open import open_checkpoint
-from edge_transformer.formats.repack import read_vector
 
 SECONDS_LIMIT = 2.0
 SMALL_CONSTANT = 4 << 20  # what a parse may take beyond twice the file; sample files are smaller than this

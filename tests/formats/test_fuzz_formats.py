@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-import format_fuzzing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from formats import format_fuzzing
 
 SAMPLES = format_fuzzing.sample_models()
 BOMBS = format_fuzzing.bomb_models()

@@ -7,7 +7,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from sample_files import (
+
+from edge_transformer.errors import FileChangedError, FormatError, UnsupportedModelError
+from edge_transformer.formats.gguf import GgufCheckpoint, open_gguf
+from edge_transformer.formats.gguf_types import StringArray
+from edge_transformer.formats.repack import read_vector
+from formats.sample_files import (
     ARRAY,
     GGUF_TYPES,
     STRING,
@@ -20,11 +25,6 @@ from sample_files import (
     string_array,
     text_value,
 )
-
-from edge_transformer.errors import FileChangedError, FormatError, UnsupportedModelError
-from edge_transformer.formats.gguf import GgufCheckpoint, open_gguf
-from edge_transformer.formats.gguf_types import StringArray
-from edge_transformer.formats.repack import read_vector
 
 
 def open_bytes(tmp_path: Path, content: bytes, name: str = "x.gguf") -> GgufCheckpoint:

@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from sample_files import GgufTensor, entry, gguf_bytes, safetensors_bytes
 
 from edge_transformer.errors import FormatError
 from edge_transformer.formats.open import open_checkpoint
+from formats.sample_files import GgufTensor, entry, gguf_bytes, safetensors_bytes
 
 GGUF = gguf_bytes([], [GgufTensor("a", (4,), 0, bytes(16))])
 SAFETENSORS = safetensors_bytes({"a": entry("F32", [4], 0, 16)}, bytes(16))

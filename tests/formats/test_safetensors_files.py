@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from sample_files import entry, safetensors_bytes
 
 from edge_transformer.errors import FileChangedError, FormatError, UnsupportedModelError
 from edge_transformer.formats.repack import read_vector
 from edge_transformer.formats.safetensors import open_safetensors
 from edge_transformer.formats.weight import WeightFormat
+from formats.sample_files import entry, safetensors_bytes
 
 PAIR = {"a": entry("F32", [2], 0, 8), "b": entry("BF16", [3], 8, 14)}
 

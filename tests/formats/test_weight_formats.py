@@ -7,7 +7,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from sample_files import GGUF_TYPES, GgufTensor, gguf_bytes, random_blocks
 
 from edge_transformer.errors import FileChangedError
 from edge_transformer.formats.dequantize import dequantize
@@ -15,6 +14,7 @@ from edge_transformer.formats.gguf import open_gguf
 from edge_transformer.formats.repack import read_vector, repack
 from edge_transformer.formats.weight import FORMATS, Weight, WeightFormat, in_place_layout, packed_layout
 from edge_transformer.memory import HostMemory
+from formats.sample_files import GGUF_TYPES, GgufTensor, gguf_bytes, random_blocks
 
 POISON = 0xA5
 GOLDEN = Path(__file__).parent.parent / "golden" / "dequant_blocks.json"

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import FakeHub, serving
 from huggingface_hub import constants
 
 from edge_transformer import hub
 from edge_transformer.errors import CapacityError, FormatError, ModelNotFoundError, UnsupportedModelError
 from edge_transformer.hub.huggingface import HubName, cached_model
+from hub.fake_hub import FakeHub, serving
 
 BIG = random.Random(3).randbytes(3_000_001)
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from tokenizer_files import real_tokenizer
 
 from edge_transformer.errors import TextError
 from edge_transformer.text import chat_template, jinja_sandbox
 from edge_transformer.text.chat_template import ChatTemplate, missing_chat_template
 from edge_transformer.text.chat_template_files import huggingface_chat_template
 from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
+from text.tokenizer_files import real_tokenizer
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 TURNS: list[dict[str, object]] = [

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_files import byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
 from tokenizers import pre_tokenizers
 
 from edge_transformer.errors import TextError
@@ -17,6 +16,7 @@ from edge_transformer.text.chat_template_files import gguf_chat_template, huggin
 from edge_transformer.text.end_tokens import gguf_end_token_ids, huggingface_end_token_ids
 from edge_transformer.text.gguf_tokenizer import gguf_tokenizer
 from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
+from text.tokenizer_files import byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
 
 BACKEND = byte_level_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False))
 BYTE_LEVEL = byte_level_metadata(BACKEND, "gpt-2") | {"tokenizer.chat_template": "{{ messages[0].content }}"}

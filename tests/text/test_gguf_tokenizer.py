@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_files import SPECIAL, byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from edge_transformer.errors import TextError
 from edge_transformer.text.gguf_tokenizer import gguf_tokenizer
+from text.tokenizer_files import SPECIAL, byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

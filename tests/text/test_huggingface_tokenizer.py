@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_files import byte_level_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from edge_transformer.errors import TextError
 from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
+from text.tokenizer_files import byte_level_tokenizer
 
 
 def byte_level() -> Tokenizer:

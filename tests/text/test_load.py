@@ -6,7 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from tokenizer_files import byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
 from tokenizers import pre_tokenizers
 
 from edge_transformer.errors import TextError
@@ -16,6 +15,7 @@ from edge_transformer.text.chat_template_files import gguf_chat_template, huggin
 from edge_transformer.text.end_tokens import gguf_end_token_ids, huggingface_end_token_ids
 from edge_transformer.text.gguf_tokenizer import gguf_tokenizer
 from edge_transformer.text.load import load_text
+from text.tokenizer_files import byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
 
 BACKEND = byte_level_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False))
 METADATA = byte_level_metadata(BACKEND, "gpt-2")

@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_files import byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
 from tokenizers import pre_tokenizers
 
 from edge_transformer.text.gguf_tokenizer import gguf_tokenizer
 from edge_transformer.text.stream import StreamDecoder
 from edge_transformer.text.tokenizer import Tokenizer
+from text.tokenizer_files import byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
 
 BYTE_LEVEL = gguf_tokenizer(
     byte_level_metadata(byte_level_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False)), "gpt-2")

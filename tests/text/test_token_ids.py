@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizer_files import real_tokenizer, tiktoken_metadata
 
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.text.gguf_tokenizer import gguf_tokenizer
@@ -18,6 +17,7 @@ from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
 from edge_transformer.text.load import load_text
 from edge_transformer.text.tokenizer import Tokenizer
 from paths import REPOSITORY, gemma3_path, shared_folder, smollm2_path
+from text.tokenizer_files import real_tokenizer, tiktoken_metadata
 
 pytestmark = pytest.mark.real_model
 
