@@ -169,12 +169,68 @@ def test_logprobs_are_those_of_the_model() -> None:
         {"logprobs": 101},
         {"logit_bias": {3: math.nan}},
         {"logit_bias": {3: math.inf}},
+        {"logit_bias": {3: 1e39}},
+        {"logit_bias": {3.5: 1.0}},
+        {"logit_bias": {"3": 1.0}},
+        {"logit_bias": [3]},
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"temperature": 1e300},
+        {"repetition_penalty": 1e300},
+        {"presence_penalty": -1e300},
+        {"frequency_penalty": 10**400},
+        {"max_tokens": 2.5},
+        {"top_k": 1.5},
+        {"seed": 1.5},
+        {"logprobs": "2"},
+        {"stop": b"text"},
+        {"stop": ("a", 1)},
     ],
     ids=lambda bad: str(bad),
 )
 def test_values_out_of_range_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):
         GenerationConfig(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-30])
+def test_temperature_near_zero_takes_the_likeliest(temperature: float) -> None:
+    logits = np.array([-30, 20.5, 20.4, -3e38], np.float32)
+    for seed in range(20):
+        assert sample(logits, GenerationConfig(temperature=temperature), seed, [0], []) == 1
+
+
+@given(
+    st.lists(st.floats(-1000, 1000, width=32), min_size=2, max_size=20),
+    st.sampled_from([1e-30, 1.0, 1e30]),
+    st.sampled_from([-1e30, 0, 1e30]),
+    st.sampled_from([-1e30, 0, 1e30]),
+    st.sampled_from([-math.inf, -1e30, 0, 1e30]),
+    st.sampled_from([0, 5e-324, 1, 1e30]),
+)
+@settings(max_examples=200, deadline=None)
+def test_extreme_settings_leave_numbers_that_can_be_compared(
+    values: list[float], repetition: float, presence: float, frequency: float, bias: float, temperature: float
+) -> None:
+    logits = np.array(values, np.float32)
+    config = GenerationConfig(
+        temperature=temperature,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias={0: bias},
+    )
+    with np.errstate(all="raise", under="ignore"):
+        adjusted = adjust_logits(logits, config, [0, 1], [1] * 50)
+        assert np.isfinite(adjusted[1:]).all()
+        assert 0 <= sample(logits, config, 3, [0, 1], [1] * 50) < len(logits)
+
+
+def test_banning_every_token_is_an_error() -> None:
+    for temperature in (0.0, 1.0):
+        config = GenerationConfig(logit_bias=dict.fromkeys(range(5), -math.inf), temperature=temperature)
+        with pytest.raises(UsageError, match="bans every token"):
+            sample(LOGITS, config, 0, [0], [])
 
 
 def test_bias_for_a_token_that_does_not_exist() -> None:

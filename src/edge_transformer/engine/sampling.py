@@ -17,6 +17,9 @@ from edge_transformer.errors import UsageError
 
 FloatArray = npt.NDArray[np.float32]
 
+SMALLEST_SETTING, LARGEST_SETTING = 1e-30, 1e30
+"""Bounds of the settings that change logits: within them no logit overflows float32, whatever they are together."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
@@ -47,20 +50,23 @@ class GenerationConfig:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more")
-        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more, and finite")
-        _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1 (off)")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (off) to 1")
-        _check("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "above 0, finite")
+        _check_integer("max_tokens", self.max_tokens, 1, None, optional=True)
+        _check_number("temperature", self.temperature, 0, LARGEST_SETTING)
+        _check_integer("top_k", self.top_k, 0, None)
+        _check_number("top_p", self.top_p, SMALLEST_SETTING, 1)
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_number("repetition_penalty", self.repetition_penalty, SMALLEST_SETTING, LARGEST_SETTING)
         for name in ("presence_penalty", "frequency_penalty"):
-            value: float = getattr(self, name)
-            _check(name, value, math.isfinite(value), "finite")
-        _check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "0 to 2**64 - 1")
-        _check("stop", self.stop, not isinstance(self.stop, str) and all(self.stop), "a tuple of strings, none empty")
-        _check("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 100, "0 to 100")
+            _check_number(name, getattr(self, name), -LARGEST_SETTING, LARGEST_SETTING)
+        _check_integer("seed", self.seed, 0, 2**64 - 1, optional=True)
+        strings = not isinstance(self.stop, str | bytes) and all(isinstance(stop, str) and stop for stop in self.stop)
+        _check("stop", self.stop, strings, "a tuple of strings, none empty")
+        _check_integer("logprobs", self.logprobs, 0, 100, optional=True)
+        _check("logit_bias", self.logit_bias, isinstance(self.logit_bias, Mapping), "a mapping from token to number")
         for token, bias in self.logit_bias.items():
-            _check(f"logit_bias[{token}]", bias, not math.isnan(bias) and bias != math.inf, "a number, not +inf or nan")
+            _check_integer("a token of logit_bias", token, 0, None)
+            if bias != -math.inf:
+                _check_number(f"logit_bias[{token}]", bias, -LARGEST_SETTING, LARGEST_SETTING, " or minus infinity")
 
     @property
     def plain_greedy(self) -> bool:
@@ -93,6 +99,8 @@ def sample(
         return int(logits.argmax())
     if config.changes_logits:
         logits = adjust_logits(logits, config, prompt, answer)
+        if logits.max() == -math.inf:
+            raise UsageError("logit_bias bans every token; leave at least one that can be taken")
     if config.temperature == 0:
         return int(logits.argmax())
     tokens, probabilities = truncated_distribution(logits, config)
@@ -142,12 +150,15 @@ def truncated_distribution(
         tokens = np.flatnonzero(logits >= threshold)
     else:
         tokens = np.arange(len(logits))
-    scaled = logits[tokens].astype(np.float64) / config.temperature
+    candidates = logits[tokens].astype(np.float64)
+    # Differences to the peak: a temperature near 0 then overflows to minus infinity only, which has probability 0.
+    with np.errstate(over="ignore"):
+        scaled = (candidates - candidates.max()) / config.temperature
     order = np.argsort(-scaled, kind="stable")
     if config.top_k > 0:
         order = order[: config.top_k]
     tokens, scaled = tokens[order], scaled[order]
-    probabilities = np.exp(scaled - scaled[0])
+    probabilities = np.exp(scaled)
     probabilities /= probabilities.sum()
     keep = len(tokens)
     if config.top_p < 1:
@@ -170,6 +181,17 @@ def token_logprobs(logits: FloatArray, token: int, alternatives: int) -> TokenLo
         likeliest = np.argsort(-wide, kind="stable")[:alternatives]
         top = tuple((int(index), float(wide[index]) - normalizer) for index in likeliest)
     return TokenLogprobs(token, float(wide[token]) - normalizer, top)
+
+
+def _check_integer(name: str, value: object, least: int, most: int | None, *, optional: bool = False) -> None:
+    valid = isinstance(value, int | np.integer) and bool(least <= value and (most is None or value <= most))
+    limits = f"{least} or more" if most is None else f"{least} to {most}"
+    _check(name, value, valid or (optional and value is None), f"a whole number, {limits}{', or None' * optional}")
+
+
+def _check_number(name: str, value: object, least: float, most: float, more: str = "") -> None:
+    valid = isinstance(value, int | float | np.integer | np.floating) and bool(least <= value <= most)
+    _check(name, value, valid, f"a number, {least:g} to {most:g}{more}")
 
 
 def _check(name: str, value: object, valid: bool, allowed: str) -> None:
