@@ -128,6 +128,14 @@ def test_interleaved_streams_equal_lone_ones(llm: LLM) -> None:
         assert stream.result.ids == ids
 
 
+def test_prompt_given_up_in_the_middle_counts_what_was_processed(llm: LLM) -> None:
+    stream = llm.stream("x" * 1200, prefill_progress=lambda done, total: stream.cancel())
+    assert list(stream) == []
+    assert stream.result.finish_reason == "interrupted"
+    assert stream.result.timings.processed_tokens == 512
+    assert stream.result.timings.prompt_tokens == 1200
+
+
 def test_error_in_the_callers_loop_leaves_the_model_usable(llm: LLM) -> None:
     expected = llm.generate("one", max_tokens=5).ids
     with pytest.raises(ZeroDivisionError):

@@ -157,9 +157,10 @@ class Stream(Iterator[str]):
         stops = StopStrings(self.config.stop)
         try:
             started = time.perf_counter()
-            todo = self._prompt_ids[len(sequence) :]
+            kept = len(sequence)
+            todo = self._prompt_ids[kept:]
             logits = self._engine.prefill(sequence, todo, progress=self._progress, cancelled=lambda: self._cancelled)
-            state.processed_tokens = len(todo)
+            state.processed_tokens = len(sequence) - kept
             state.prefill_s = time.perf_counter() - started
             started = time.perf_counter()
             while logits is not None:
