@@ -162,3 +162,19 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: 
     assert done.stderr.startswith(b"Error: ")
     assert str(tmp_path).encode() in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_error(closed: str, tmp_path: Path) -> None:
+    script = f'"$0" "$@" --max-tokens 3 > {tmp_path}/out 2> {tmp_path}/err {closed}'
+    done = subprocess.run(["sh", "-c", script, *FAKE, "run", "fake", "hello there"], timeout=60)
+    assert done.returncode == 0
+    if closed in ("2>&-", "<&-"):
+        assert (tmp_path / "out").read_text().startswith("You said")
+    assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+def test_prompt_from_a_closed_standard_input_is_empty() -> None:
+    done = subprocess.run(["sh", "-c", '"$0" "$@" <&-', *FAKE, "run", "fake"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "The prompt is empty" in done.stderr

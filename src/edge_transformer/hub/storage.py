@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from edge_transformer.errors import CapacityError
+from edge_transformer.errors import CapacityError, ModelNotFoundError
 from edge_transformer.hub.progress import Progress
 
 # A file system that is filled to its last byte breaks other programs.
@@ -17,12 +17,18 @@ FREE_SPACE_MARGIN = 64 << 20
 
 
 def cache_folder() -> Path:
-    """ETE_CACHE, else XDG_CACHE_HOME/edge-transformer, else ~/.cache/edge-transformer. It need not exist."""
+    """ETE_CACHE, else XDG_CACHE_HOME/edge-transformer, else ~/.cache/edge-transformer. It need not exist.
+
+    Raises ModelNotFoundError when there is no home folder.
+    """
     if named := os.environ.get("ETE_CACHE"):
         return Path(named)
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "edge-transformer"
-    return Path.home() / ".cache" / "edge-transformer"
+    try:
+        return Path.home() / ".cache" / "edge-transformer"
+    except RuntimeError as error:  # a user without an entry in the password file, as containers have them
+        raise ModelNotFoundError("no home folder is known to keep models in; set ETE_CACHE or HOME") from error
 
 
 def require_free_space(folder: Path, nbytes: int, purpose: str, remedy: str) -> None:

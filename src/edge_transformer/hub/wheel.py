@@ -97,4 +97,6 @@ def _bytes_under(folder: Path) -> int:
 def _last_words(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    if errors == ["Exception:"]:  # of pip's own, such as a full disk: the reason ends the traceback that follows
+        errors = lines[-1:]
     return " / ".join((errors or lines)[-2:]) or "it said nothing"
