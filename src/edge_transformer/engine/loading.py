@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from edge_transformer.engine.weights import HostWeights, Progress
+from edge_transformer.engine.weights import HostWeights
+from edge_transformer.hub.progress import Progress
 
 if TYPE_CHECKING:
     from edge_transformer.formats.checkpoint import Checkpoint

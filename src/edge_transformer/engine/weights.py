@@ -1,14 +1,14 @@
 """Where weights come from: segments taken by acquire and given back by release, small vectors resident from the start.
 
 On a host without a GPU a segment's matrices lie either in the mapped file (used in place) or, re-arranged into planes,
-in one slab of anonymous memory. The executor never keeps a weight beyond its release, so that the same calls can later
-be served from page-locked memory, a ring of slots, or a disk.
+in one slab of anonymous memory. No executor reads a weight's bytes beyond its release (it may keep the Weight object to
+know it again), so that the same calls can later be served from page-locked memory, a ring of slots, or a disk.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,10 @@ from edge_transformer.formats.weight import (
     packed_layout,
     round_up,
 )
+from edge_transformer.hub.progress import Progress
 from edge_transformer.memory import HostMemory
 from edge_transformer.models.config import ModelSpec, TensorSpec, Transform
 from edge_transformer.ops.tensor import Tensor, tensor_of
-
-Progress = Callable[[str, int, int], None]
-"""Called as progress(stage, bytes done, bytes in all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,7 @@ class HostWeights:
         self._slab = HostMemory(slab_bytes, huge_pages=True) if slab_bytes else None
         self.slab_bytes = slab_bytes
         self.mapped_bytes = sum(item.layout.nbytes for item in placements.values() if item.slab_offset is None)
+        self._mapped_files = [item.info.file for item in placements.values() if item.slab_offset is None]
         weights = self._fill(placements, threads, progress)
         self.embedding = weights[spec.embedding.name]
         self.head = weights[spec.head.name]
@@ -77,6 +76,17 @@ class HostWeights:
 
     def release(self, layer: int, segment: str) -> None:
         """The segment taken by `acquire` is no longer read. Host memory has nothing to recycle."""
+
+    def layer(self, index: int) -> Mapping[str, Mapping[str, Weight]]:
+        """All matrices of a layer: by segment in order of use, then by role."""
+        return self._segments[index]
+
+    def locked_ranges(self) -> list[tuple[int, int, bool]]:
+        """(address, bytes, read only) of the memory that matrices lie in: what a GPU's copies need page-locked."""
+        ranges = {(file.address, file.nbytes, True) for file in self._mapped_files}
+        if self._slab is not None:
+            ranges.add((self._slab.address, self._slab.nbytes, False))
+        return sorted(ranges)
 
     def close(self) -> None:
         """Give the re-arranged weights back. None of the weights may be read afterwards."""

@@ -1,8 +1,8 @@
 """A transformer layer, written once against the Backend protocol, cut where its segments of weights are acquired.
 
-One pass: `embed`; for each layer `run_segment` for "mixer", "gate_up", "down" in order; then `head` for the rows whose
-logits are asked. Between two segments everything lives in `Activations`, so that the weights of one segment can be
-released before those of the next are acquired. Shapes as in ops.backend: R rows, H hidden, F feed-forward,
+One pass: `embed`; for each layer `run_segment` for "mixer", "gate_up", "down" in order; then Backend.lm_head for the
+rows whose logits are asked. Between two segments everything lives in `Activations`, so that the weights of one segment
+can be released before those of the next are acquired. Shapes as in ops.backend: R rows, H hidden, F feed-forward,
 Q = heads * head_dim, K = kv_heads * head_dim.
 
 A norm is computed where its input becomes complete: the mixer ends with the norm before the MLP, and "down" ends with
@@ -209,18 +209,3 @@ def run_segment(
 ) -> None:
     """Compute one segment of a layer, with exactly that segment's matrices in `weights`."""
     SEGMENTS[name](backend, config, layer, weights, activations, batch)
-
-
-def head(
-    backend: Backend,
-    config: ModelConfig,
-    weight: Weight,
-    activations: Activations,
-    rows: Tensor,
-    count: int,
-    selected: Tensor,
-    logits: Tensor,
-) -> None:
-    """Logits of the `count` pass rows named in `rows` (i32): selected f32 [>= count, H], logits f32 [>= count, V]."""
-    backend.select_rows(activations.normed, rows, count, selected)
-    backend.lm_head(weight, selected, count, config.final_softcap, logits)

@@ -9,12 +9,12 @@ import numpy as np
 from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.weight import WeightFormat
+from edge_transformer.memory import bytes_at
 from edge_transformer.models import gemma2, gemma3, llama, mistral, qwen2, qwen3
 from edge_transformer.models.config import ModelSpec
 from edge_transformer.models.gate import FieldReader
 from edge_transformer.models.gguf_config import gguf_fields
 from edge_transformer.models.names import GGUF_NAMES, HF_NAMES, NameTable, model_spec, tensor_specs
-from edge_transformer.ops.tensor import array_at
 
 HF_FAMILIES = {family.model_type: family for family in (llama.HF, mistral.HF, qwen2.HF, qwen3.HF, gemma2.HF, gemma3.HF)}
 GGUF_FAMILIES = {
@@ -115,8 +115,8 @@ def _check_tied_copy(checkpoint: Checkpoint, embedding: TensorInfo, head: Tensor
 def _equal_bytes(a: TensorInfo, b: TensorInfo) -> bool:
     for start in range(0, a.nbytes, _COMPARED_BYTES):
         count = min(_COMPARED_BYTES, a.nbytes - start)
-        left = array_at(a.file.address + a.offset + start, (count,), np.uint8)
-        right = array_at(b.file.address + b.offset + start, (count,), np.uint8)
+        left = bytes_at(a.file.address + a.offset + start, count)
+        right = bytes_at(b.file.address + b.offset + start, count)
         if not np.array_equal(left, right):
             return False
     return True
