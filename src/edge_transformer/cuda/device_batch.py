@@ -11,15 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from edge_transformer.cuda.attention import query_block_entries, query_blocks
 from edge_transformer.cuda.runtime import Gpu, Memory, Stream
 from edge_transformer.formats.weight import round_up
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
 from edge_transformer.ops.tensor import array_at
 
-QUERY_BLOCK_ROWS = 16
-"""Prompt rows of one sequence that attention takes together."""
-
-DECODE_BUCKETS = (1, 2, 4, 8)
 PROMPT_BUCKET_STEP = 64
 
 
@@ -46,7 +43,7 @@ class DeviceBatch:
 
     counts        int32 [4]: prompt rows, rows, sequences, logit rows
     token_ids, positions, row_sequence, logit_rows   int32 [rows]
-    query_blocks  int32 [rows, 4]: first row, row count (at most 16), position of the first row, sequence
+    query_blocks  int32 [entries, 4] as attention.query_blocks makes them, zeros after the last
     cos, sin      per rope f32 [rows, rotary_dim / 2]
     tile_table(layer)   int64 [sequences, tile_stride]: addresses of KV tiles, 0 where freed
     """
@@ -121,12 +118,13 @@ class DeviceBatch:
         """Queue the copy of a batch to the device. The pass before must have read the staging memory (the engine reads
         each pass's logits, or synchronizes, before the next). Raises ValueError when it exceeds the capacity.
         """
-        capacity, blocks = self._capacity, _query_blocks(batch)
+        capacity, entries = self._capacity, _query_block_entries(self._capacity)
+        blocks = query_blocks(batch.prompt_spans, entries)
         sequences = len(batch.tile_tables[0])
         if batch.rows > capacity.rows or sequences > capacity.sequences:
             raise ValueError(f"{batch.rows} rows of {sequences} sequences exceed {capacity}")
         self.prompt_rows, self.rows, self.sequences = batch.prompt_rows, batch.rows, sequences
-        self.logit_rows_count, self.query_block_count = len(batch.logit_rows), len(blocks)
+        self.logit_rows_count, self.query_block_count = len(batch.logit_rows), int(np.count_nonzero(blocks[:, 1]))
         self.last_position = int(batch.positions.max())
         self._put("counts", np.array([batch.prompt_rows, batch.rows, sequences, len(batch.logit_rows)], np.int32))
         self._put("token_ids", batch.token_ids)
@@ -158,14 +156,8 @@ def tiles_of_context(context_length: int) -> int:
     return -(-context_length // KV_TILE_POSITIONS)
 
 
-def _query_blocks(batch: Batch) -> npt.NDArray[np.int32]:
-    """int32 [n, 4]: the prompt rows cut into blocks of one sequence each."""
-    blocks = [
-        (span.row_start + start, min(QUERY_BLOCK_ROWS, span.row_count - start), span.position + start, span.sequence)
-        for span in batch.prompt_spans
-        for start in range(0, span.row_count, QUERY_BLOCK_ROWS)
-    ]
-    return np.array(blocks, np.int32).reshape(-1, 4)
+def _query_block_entries(capacity: BatchCapacity) -> int:
+    return query_block_entries(capacity.rows, capacity.sequences)
 
 
 def _offsets(capacity: BatchCapacity) -> tuple[dict[str, int], int]:
@@ -177,7 +169,7 @@ def _offsets(capacity: BatchCapacity) -> tuple[dict[str, int], int]:
         "positions": rows * 4,
         "row_sequence": rows * 4,
         "logit_rows": rows * 4,
-        "query_blocks": rows * 16,
+        "query_blocks": _query_block_entries(capacity) * 16,
     }
     for rope, rotary_dim in enumerate(capacity.rotary_dims):
         sizes[f"cos.{rope}"] = sizes[f"sin.{rope}"] = rows * rotary_dim // 2 * 4

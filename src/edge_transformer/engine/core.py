@@ -13,14 +13,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer.engine.kv import TileGeometry
+from edge_transformer.engine.kv import TileGeometry, TileMemory
 from edge_transformer.engine.sequence import Sequence, StateShape
-from edge_transformer.engine.weights import HostWeights
+from edge_transformer.engine.weights import WeightSource
 from edge_transformer.errors import CapacityError, ContextLengthError, NumericError, UsageError
 from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.formats.weight import round_up
 from edge_transformer.models import forward
-from edge_transformer.models.config import ModelSpec
+from edge_transformer.models.config import ModelConfig, ModelSpec
 from edge_transformer.models.rope import cos_sin, inverse_frequencies
 from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.batch import Batch, PromptSpan
@@ -98,10 +98,12 @@ class Engine:
         checkpoint: Checkpoint,
         spec: ModelSpec,
         backend: Backend,
-        weights: HostWeights,
+        weights: WeightSource,
         kv_dtype: DType,
         max_rows: int = MAX_ROWS,
+        tile_memory: TileMemory | None = None,
     ) -> None:
+        """`tile_memory`: where sequences keep their KV tiles (None: ordinary host memory)."""
         self.spec = spec
         self.config = spec.config
         self.lock = threading.RLock()
@@ -113,6 +115,7 @@ class Engine:
         self.state_shape = StateShape(
             layers=tuple(TileGeometry(s.kv_heads, s.head_dim, kv_dtype, s.window) for s in shapes),
             identity=lambda: _identity(checkpoint, spec, kv_dtype),
+            memory=tile_memory,
         )
         self._ropes = [(rope, inverse_frequencies(rope)) for rope in self.config.ropes]
         following = [vectors["attn_norm"] for vectors in weights.vectors[1:]] + [weights.final_norm]
@@ -200,6 +203,11 @@ class Engine:
             self._weights.close()
             self._backend.close()
 
+    @staticmethod
+    def workspace_bytes_of(config: ModelConfig, rows: int) -> int:
+        """Bytes of activations, hidden states and the block of logits for passes of up to `rows` rows."""
+        return sum(_workspace_parts(config, rows))
+
     @property
     def workspace_bytes(self) -> int:
         """Bytes of activations and of the block of logits."""
@@ -207,11 +215,8 @@ class Engine:
 
     def _allocate_workspace(self) -> None:
         config, rows = self.config, self.max_rows
-        activation_bytes = round_up(forward.activation_bytes(config, rows), 256)
-        selected_bytes = round_up(rows * config.hidden_size * 4, 256)
-        logits_bytes = LOGIT_BLOCK_ROWS * config.vocab_size * 4
-        kept_bytes = round_up(LOGIT_BLOCK_ROWS * config.hidden_size * 4, 256)
-        self._workspace_bytes = activation_bytes + selected_bytes + kept_bytes + logits_bytes
+        activation_bytes, selected_bytes, kept_bytes, _ = _workspace_parts(config, rows)
+        self._workspace_bytes = self.workspace_bytes_of(config, rows)
         address, owner = self._backend.allocate(self._workspace_bytes)
         widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         self._backend.reserve(rows, widest, [layer.shape for layer in self._layers])
@@ -352,6 +357,16 @@ class Engine:
             f"NaN or infinity in the logits; it first appears after {where}. "
             "The weights hold such values, or overflow: check the model file"
         )
+
+
+def _workspace_parts(config: ModelConfig, rows: int) -> tuple[int, int, int, int]:
+    """Bytes of activations, of the hidden states of logit rows, of a block of kept ones, of a block of logits."""
+    return (
+        round_up(forward.activation_bytes(config, rows), 256),
+        round_up(rows * config.hidden_size * 4, 256),
+        round_up(LOGIT_BLOCK_ROWS * config.hidden_size * 4, 256),
+        LOGIT_BLOCK_ROWS * config.vocab_size * 4,
+    )
 
 
 def _tile_tables(sequences: AbstractSequence[Sequence], layers: int) -> tuple[npt.NDArray[np.int64], ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,23 @@ from edge_transformer.hub.progress import Progress
 from edge_transformer.memory import HostMemory
 from edge_transformer.models.config import ModelSpec, TensorSpec, Transform
 from edge_transformer.ops.tensor import Tensor, tensor_of
+
+
+class WeightSource(Protocol):
+    """What a pass takes weights from. `vectors[layer]` and `final_norm` stay valid; segments from `acquire` to
+    `release`.
+    """
+
+    embedding: Weight
+    head: Weight
+    vectors: list[Mapping[str, Tensor]]
+    final_norm: Tensor
+
+    def acquire(self, layer: int, segment: str) -> Mapping[str, Weight]: ...
+
+    def release(self, layer: int, segment: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,345 @@
+"""CudaBackend: the Backend protocol on a GPU. One wrapper per op family; here is what joins them into passes.
+
+A pass is queued without waiting: the batch's arrays are uploaded at its first op, results come back by `read`. The
+embedding's rows are gathered on the CPU, where the table lies; so is the output projection when the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_transformer.cpu.backend import CpuBackend
+from edge_transformer.cuda.arena import Arena
+from edge_transformer.cuda.attention import (
+    Attention,
+    KvRun,
+    KvTable,
+    PassArrays,
+    workspace_bytes,
+)
+from edge_transformer.cuda.device_batch import BatchCapacity, DeviceBatch
+from edge_transformer.cuda.elementwise import ElementwiseOps
+from edge_transformer.cuda.launch_rows import LaunchRows
+from edge_transformer.cuda.linear import LinearOps
+from edge_transformer.cuda.runtime import Event, Gpu, Memory, Stream
+from edge_transformer.formats.weight import Weight, round_up
+from edge_transformer.ops.backend import AttentionShape
+from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
+from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor
+
+KV_BUFFERS = 2
+
+
+class OffloadBuffers:
+    """Two buffers in the arena that take runs of KV tiles by turns, with the events that keep copy and use apart."""
+
+    def __init__(self, gpu: Gpu, arena: Arena, nbytes: int, compute: Stream) -> None:
+        self.nbytes = nbytes
+        self.copies = gpu.stream("KV copies")
+        self.addresses = [arena.take(nbytes, f"KV buffer {index}") for index in range(KV_BUFFERS)]
+        self.filled: list[Event] = [gpu.event() for _ in range(KV_BUFFERS)]
+        self.freed: list[Event] = [gpu.event() for _ in range(KV_BUFFERS)]
+        self.appended = gpu.event()
+        self.turn = 0
+        for event in self.freed:
+            gpu.record(event, compute)
+
+
+class CudaBackend:
+    """The ops on a GPU, for passes within `capacity`.
+
+    host: does what is computed on the CPU. kv_memory: (address, bytes) of the KV cache in the arena, None when it is in
+    page-locked host memory and comes in runs through buffers of `kv_buffer_bytes`. Used by one thread at a time.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        arena: Arena,
+        compute: Stream,
+        capacity: BatchCapacity,
+        host: CpuBackend,
+        kv_memory: tuple[int, int] | None,
+        kv_buffer_bytes: int = 0,
+        fast_prefill: bool = False,
+    ) -> None:
+        self._gpu = gpu
+        self._arena = arena
+        self._compute = compute
+        self._capacity = capacity
+        self._host = host
+        self._fast = fast_prefill
+        self._kv_memory = kv_memory
+        self._offload = None if kv_memory is not None else OffloadBuffers(gpu, arena, kv_buffer_bytes, compute)
+        self._linear = LinearOps(gpu, fast_prefill)
+        self._elementwise = ElementwiseOps(gpu)
+        block_bytes = DeviceBatch.block_bytes(capacity)
+        self._device = DeviceBatch(
+            gpu, arena.take(block_bytes, "batch arrays"), gpu.allocate_host(block_bytes, "batch arrays"), capacity
+        )
+        self._batch: Batch | None = None
+        self._rows = LaunchRows(0, 0, 0, 0)
+        self._attentions: dict[int, tuple[AttentionShape, Attention]] = {}
+        self._attention_workspace = 0
+        self._staging: Memory | None = None
+
+    @staticmethod
+    def workspace_bytes(capacity: BatchCapacity, shapes: Sequence[AttentionShape]) -> int:
+        """Bytes of the arena that the backend itself takes: batch arrays and the states of attention."""
+        attention = max(workspace_bytes(shape, capacity.rows) for shape in shapes)
+        return round_up(DeviceBatch.block_bytes(capacity), 256) + round_up(attention, 256)
+
+    def allocate(self, nbytes: int) -> tuple[int, object]:
+        return self._arena.take(nbytes, "activations and logits"), self._arena
+
+    def reserve(self, rows: int, cols: int, shapes: Sequence[AttentionShape]) -> None:
+        """Workspace of attention, kernels of `shapes`, staging memory for `rows` rows of `cols` columns."""
+        self._host.reserve(rows, cols, ())
+        nbytes = max(workspace_bytes(shape, rows) for shape in shapes)
+        self._attention_workspace = self._arena.take(nbytes, "attention states")
+        for shape in shapes:
+            self._attention(shape)
+        self._grow_staging(rows * cols * ITEM_BYTES[DType.F32])
+
+    # ---- ops
+
+    def gather_rows(self, table: Weight, batch: Batch, scale: float, out: Tensor) -> None:
+        self._begin(batch)
+        staging = self._stage(batch.rows, out.shape[1])
+        self._host.gather_rows(table, batch, scale, staging)
+        self._gpu.copy(out.address, staging.address, staging.nbytes, self._compute)
+
+    def add_norm(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        delta_norm: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        self._begin(batch)
+        self._elementwise.add_norm(residual, delta, delta_norm, weight, eps, out, self._rows, self._compute)
+
+    def linear_group(
+        self,
+        weights: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        x: Tensor,
+        outs: Sequence[Tensor],
+        batch: Batch,
+    ) -> None:
+        self._linear.linear_group(weights, biases, x, outs, self._rows, self._compute)
+
+    def linear_add(self, weight: Weight, bias: Tensor | None, x: Tensor, residual: Tensor, batch: Batch) -> None:
+        self._linear.linear_add(weight, bias, x, residual, self._rows, self._compute)
+
+    def qk_norm_rope_append(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        shape: AttentionShape,
+        batch: Batch,
+    ) -> None:
+        device = self._device
+        self._elementwise.qk_norm_rope_append(
+            q,
+            k,
+            v,
+            q_norm,
+            k_norm,
+            eps,
+            shape,
+            0 if shape.rope is None else device.cos(shape.rope),
+            0 if shape.rope is None else device.sin(shape.rope),
+            device.positions,
+            device.row_sequence,
+            device.tile_table(shape.layer),
+            device.tile_stride,
+            self._written_tiles(shape, batch),
+            self._rows,
+            self._compute,
+        )
+        if self._offload is not None:
+            self._gpu.record(self._offload.appended, self._compute)
+
+    def attention(self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch) -> None:
+        if self._offload is None:
+            last = self._device.last_position // KV_TILE_POSITIONS
+            kv = KvTable(
+                self._device.tile_table(shape.layer),
+                self._device.tile_stride,
+                0,
+                last + 1,
+                () if self._kv_memory is None else (self._kv_memory,),
+            )
+            self._attend(q, shape, out, kv, batch, begin=True, end=True)
+        else:
+            self._attend_offloaded(q, shape, out, batch, self._offload)
+
+    def gated_mlp(
+        self,
+        gate: Weight,
+        up: Weight,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: str,
+        x: Tensor,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        self._linear.gated_mlp(gate, up, gate_bias, up_bias, activation, x, out, self._rows, self._compute)
+
+    def lm_head(self, weight: Weight, x: Tensor, rows: int, softcap: float | None, out: Tensor) -> None:
+        if weight.owner is self._arena:
+            self._linear.lm_head(weight, x, softcap, out, self._logit_rows(rows), self._compute)
+            return
+        hidden = self.read(x, rows).copy()
+        logits = self._stage(rows, out.shape[1])
+        self._host.lm_head(weight, _host_tensor(hidden), rows, softcap, logits)
+        self._gpu.copy(out.address, logits.address, logits.nbytes, self._compute)
+
+    def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
+        """`rows` must be the logit rows of the batch, which lie on the device already."""
+        self._elementwise.select_rows(x, self._device.logit_rows, out, self._logit_rows(count), self._compute)
+
+    def read(self, tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
+        staging = self._stage(rows, tensor.shape[1])
+        self._gpu.copy(staging.address, tensor.address, staging.nbytes, self._compute)
+        self._gpu.synchronize(self._compute)
+        return staging.numpy().view(np.float32)
+
+    def write(self, tensor: Tensor, values: npt.NDArray[np.float32]) -> None:
+        self._gpu.synchronize(self._compute)  # what was staged before has been read
+        staging = self._stage(*values.shape)
+        staging.numpy()[...] = values
+        self._gpu.copy(tensor.address, staging.address, staging.nbytes, self._compute)
+
+    def close(self) -> None:
+        """Wait for what is queued, then release the arena and the GPU."""
+        self._gpu.synchronize()
+        self._arena.close()
+        self._gpu.close()
+        self._host.close()
+
+    # ---- parts
+
+    def _begin(self, batch: Batch) -> None:
+        """Upload a batch at its first op."""
+        if batch is self._batch:
+            return
+        self._gpu.synchronize(self._compute)  # the pass before has read its arrays and the staging memory
+        self._device.upload(batch, self._compute)
+        self._batch = batch
+        prompt, decode = self._device.prompt_bucket, self._device.decode_bucket
+        if prompt + decode > self._capacity.rows:
+            prompt, decode = self._device.prompt_rows, self._device.decode_rows
+        self._rows = LaunchRows(prompt, decode, 0, self._device.counts)
+
+    def _logit_rows(self, rows: int) -> LaunchRows:
+        return LaunchRows(0, 0, rows, self._device.counts)
+
+    def _attention(self, shape: AttentionShape) -> Attention:
+        known = self._attentions.get(id(shape))
+        if known is None:
+            made = Attention(self._gpu, shape, self._capacity.rows, self._fast)
+            self._attentions[id(shape)] = known = (shape, made)
+        return known[1]
+
+    def _attend(
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        out: Tensor,
+        kv: KvTable | KvRun,
+        batch: Batch,
+        begin: bool,
+        end: bool,
+    ) -> None:
+        """Take the tiles of `kv` into the states of all rows of the pass."""
+        device, op = self._device, self._attention(shape)
+        arrays = PassArrays(device.positions, device.row_sequence, device.counts, device.query_blocks)
+        workspace = self._attention_workspace
+        if device.query_block_count:
+            op.prompt(q, out, arrays, device.query_block_count, kv, workspace, self._compute, begin, end)
+        if device.decode_rows:
+            op.decode(q, out, arrays, self._rows.decode, kv, workspace, self._compute, begin, end)
+
+    def _attend_offloaded(
+        self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch, buffers: OffloadBuffers
+    ) -> None:
+        """Runs of host tiles through two buffers: copy of the next under compute of this one."""
+        tile_bytes = _tile_bytes(shape)
+        at_once = max(1, buffers.nbytes // tile_bytes)
+        for sequence, table in enumerate(batch.tile_tables[shape.layer]):
+            positions = batch.positions[batch.row_sequence == sequence]
+            first = 0 if shape.window is None else max(0, int(positions.min()) - shape.window + 1) // KV_TILE_POSITIONS
+            last, appended = int(positions.max()) // KV_TILE_POSITIONS, int(positions.min()) // KV_TILE_POSITIONS
+            runs = _runs(table[first : last + 1], first, tile_bytes, at_once)
+            for number, (start, count) in enumerate(runs):
+                buffer = buffers.turn
+                buffers.turn = (buffers.turn + 1) % KV_BUFFERS
+                if start + count > appended:
+                    self._gpu.wait(buffers.copies, buffers.appended)
+                self._gpu.wait(buffers.copies, buffers.freed[buffer])
+                self._gpu.copy(buffers.addresses[buffer], int(table[start]), count * tile_bytes, buffers.copies)
+                self._gpu.record(buffers.filled[buffer], buffers.copies)
+                self._gpu.wait(self._compute, buffers.filled[buffer])
+                run = KvRun(buffers.addresses[buffer], start, count, sequence)
+                self._attend(q, shape, out, run, batch, begin=number == 0, end=number == len(runs) - 1)
+                self._gpu.record(buffers.freed[buffer], self._compute)
+
+    def _written_tiles(self, shape: AttentionShape, batch: Batch) -> list[tuple[int, int]]:
+        """(address, bytes) of the tiles that the pass appends to."""
+        if self._kv_memory is not None:
+            return [self._kv_memory]
+        tile_bytes = _tile_bytes(shape)
+        tiles = {
+            (int(sequence), int(position) // KV_TILE_POSITIONS)
+            for sequence, position in zip(batch.row_sequence, batch.positions, strict=True)
+        }
+        return [(int(batch.tile_tables[shape.layer][sequence, tile]), tile_bytes) for sequence, tile in sorted(tiles)]
+
+    def _stage(self, rows: int, cols: int) -> Tensor:
+        """Page-locked host memory for f32 [rows, cols]; what was staged there before must have been read."""
+        staging = self._grow_staging(rows * cols * ITEM_BYTES[DType.F32])
+        return Tensor(staging.address, (rows, cols), DType.F32, staging)
+
+    def _grow_staging(self, nbytes: int) -> Memory:
+        if self._staging is None or nbytes > self._staging.nbytes:
+            if self._staging is not None:
+                self._gpu.synchronize()
+                self._staging.close()
+            self._staging = self._gpu.allocate_host(nbytes, "staging memory")
+        return self._staging
+
+
+def _runs(table: npt.NDArray[np.int64], first: int, tile_bytes: int, at_once: int) -> list[tuple[int, int]]:
+    """(first tile, tiles) of stretches that lie one behind the other in host memory, each at most `at_once` tiles."""
+    runs: list[tuple[int, int]] = [(first, 1)]
+    for index, (before, address) in enumerate(pairwise(int(value) for value in table), start=first + 1):
+        start, count = runs[-1]
+        if address == before + tile_bytes and count < at_once:
+            runs[-1] = (start, count + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def _tile_bytes(shape: AttentionShape) -> int:
+    return 2 * shape.kv_heads * KV_TILE_POSITIONS * shape.head_dim * ITEM_BYTES[shape.kv_dtype]
+
+
+def _host_tensor(values: npt.NDArray[np.float32]) -> Tensor:
+    return Tensor(values.ctypes.data, values.shape, DType.F32, values)

@@ -1,0 +1,97 @@
+"""Where KV tiles lie when a GPU computes: in the arena, or in page-locked host memory that copies and kernels reach."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_transformer.cuda.runtime import Gpu, Memory, Stream
+from edge_transformer.errors import CapacityError
+from edge_transformer.ops.tensor import array_at
+
+HOST_RUN_BYTES = 4 << 20
+"""Runs of tiles are moved at once: smaller copies do not fill the bus."""
+
+
+class _ArenaTile:
+    """A tile in the arena; closing it makes room for another."""
+
+    __slots__ = ("_home", "address")
+
+    def __init__(self, home: ArenaTileMemory, address: int) -> None:
+        self._home = home
+        self.address = address
+
+    def close(self) -> None:
+        self._home.give_back(self.address)
+
+
+class ArenaTileMemory:
+    """Tiles of `tile_bytes` in `nbytes` bytes of the arena at `address`. One tile is a run."""
+
+    run_bytes = 1
+
+    def __init__(self, gpu: Gpu, stream: Stream, address: int, nbytes: int, tile_bytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self._gpu = gpu
+        self._stream = stream
+        self._count = nbytes // tile_bytes
+        self._free = [address + index * tile_bytes for index in reversed(range(self._count))]
+
+    def allocate(self, nbytes: int) -> _ArenaTile:
+        if not self._free:
+            raise CapacityError(
+                f"the KV cache on the GPU is full: all its {self._count} tiles of {nbytes} bytes are in use; "
+                "use --kv-offload, a longer --ctx at load, or fewer sequences"
+            )
+        return _ArenaTile(self, self._free.pop())
+
+    def give_back(self, address: int) -> None:
+        self._free.append(address)
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        self._gpu.copy(destination, source, nbytes, self._stream)
+
+    def read(self, address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        staging = self._gpu.allocate_host(nbytes, "a KV tile on its way to the host")
+        try:
+            self._gpu.copy(staging.address, address, nbytes, self._stream)
+            self._gpu.synchronize(self._stream)
+            return array_at(staging.address, (nbytes,), np.uint8).view(np.uint8).copy()
+        finally:
+            staging.close()
+
+    def write(self, address: int, data: npt.NDArray[np.uint8]) -> None:
+        staging = self._gpu.allocate_host(len(data), "a KV tile on its way to the GPU")
+        try:
+            array_at(staging.address, (len(data),), np.uint8)[:] = data
+            self._gpu.copy(address, staging.address, len(data), self._stream)
+            self._gpu.synchronize(self._stream)
+        finally:
+            staging.close()
+
+
+class LockedTileMemory:
+    """Tiles in page-locked host memory: kernels append to them over the bus, copies bring runs of them to the GPU."""
+
+    run_bytes = HOST_RUN_BYTES
+
+    def __init__(self, gpu: Gpu, stream: Stream) -> None:
+        self._gpu = gpu
+        self._stream = stream
+
+    def allocate(self, nbytes: int) -> Memory:
+        return self._gpu.allocate_host(nbytes, "KV tiles on the host")
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        self._gpu.synchronize(self._stream)  # kernels may still be appending to the source
+        array_at(destination, (nbytes,), np.uint8)[:] = array_at(source, (nbytes,), np.uint8)
+
+    def read(self, address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        self._gpu.synchronize(self._stream)
+        return array_at(address, (nbytes,), np.uint8).view(np.uint8).copy()
+
+    def write(self, address: int, data: npt.NDArray[np.uint8]) -> None:
+        self._gpu.synchronize(self._stream)
+        array_at(address, (len(data),), np.uint8)[:] = data

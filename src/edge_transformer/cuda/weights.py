@@ -1,0 +1,163 @@
+"""A model's weights as the GPU sees them: resident in the arena, or streamed from page-locked host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Protocol
+
+from edge_transformer.cuda.arena import Arena
+from edge_transformer.cuda.runtime import Gpu, Stream
+from edge_transformer.cuda.weight_slots import HostRange, Slot, WeightSlots
+from edge_transformer.errors import CapacityError
+from edge_transformer.formats.weight import PLANE_ALIGNMENT, Weight, round_up
+from edge_transformer.ops.tensor import Tensor
+from edge_transformer.placement.plan import HeadPlace, Plan
+
+LayerWeights = Mapping[str, Mapping[str, Weight]]
+"""A layer's matrices in host memory: by segment in order of use, then by role."""
+
+
+class HostModel(Protocol):
+    """What there is in host memory (engine.weights.HostWeights)."""
+
+    embedding: Weight
+    head: Weight
+    vectors: list[Mapping[str, Tensor]]
+    final_norm: Tensor
+
+    def layer(self, index: int) -> LayerWeights: ...
+
+    def locked_ranges(self) -> Iterable[tuple[int, int, bool]]:
+        """(address, bytes, read only) of all memory that matrices lie in, to be page-locked."""
+        ...
+
+
+def segment_bytes(segment: Mapping[str, Weight]) -> int:
+    """Bytes of a segment in the arena: its matrices, each 256-aligned."""
+    return sum(round_up(weight.layout.nbytes, PLANE_ALIGNMENT) for weight in segment.values())
+
+
+def vector_bytes(host: HostModel) -> int:
+    """Bytes of all small vectors in the arena, each 256-aligned."""
+    vectors = [vector for layer in host.vectors for vector in layer.values()]
+    return sum(round_up(vector.nbytes, PLANE_ALIGNMENT) for vector in (*vectors, host.final_norm))
+
+
+class GpuWeights:
+    """Weights by layer and segment for the compute stream; attributes and calls as engine.weights.HostWeights.
+
+    embedding stays in host memory; head too when the plan computes it on the CPU.
+    """
+
+    def __init__(self, gpu: Gpu, arena: Arena, plan: Plan, host: HostModel, compute: Stream, copies: Stream) -> None:
+        self._gpu = gpu
+        self._host = host
+        self._registrations = ExitStack()
+        self._lock_host_memory()
+        self._compute = compute
+        self.vectors: list[Mapping[str, Tensor]] = [
+            {role: self._vector(arena, vector, role) for role, vector in layer.items()} for layer in host.vectors
+        ]
+        self.final_norm = self._vector(arena, host.final_norm, "final norm")
+        self.embedding = host.embedding
+        self.head = host.head if plan.head is HeadPlace.CPU else self._matrix(arena, host.head, "output projection")
+        self._resident: dict[tuple[int, str], Mapping[str, Weight]] = {}
+        self._places: dict[tuple[int, str], tuple[int, dict[str, tuple[Weight, int]]]] = {}
+        units = self._place_layers(arena, plan)
+        self._slots: WeightSlots | None = None
+        if units:
+            addresses = [arena.take(plan.slot_bytes, f"weight slot {index}") for index in range(plan.slots)]
+            self._slots = WeightSlots(gpu, compute, copies, addresses, units)
+        self._last_of_unit = self._last_segments()
+        self._current: tuple[int, Slot] | None = None
+        gpu.synchronize()
+
+    def acquire(self, layer: int, segment: str) -> Mapping[str, Weight]:
+        """The matrices of a segment by role, for what is queued on the compute stream until `release`."""
+        key = (layer, segment)
+        if key in self._resident:
+            return self._resident[key]
+        unit, matrices = self._places[key]
+        if self._slots is None:
+            raise ValueError(f"layer {layer} is streamed, but there are no slots")
+        if self._current is None or self._current[0] != unit:
+            if self._current is not None:  # a pass was given up inside a unit
+                self._slots.release(self._current[1])
+            self._current = (unit, self._slots.acquire(unit))
+        slot = self._current[1]
+        return {role: Weight(weight.layout, slot.address + offset, slot) for role, (weight, offset) in matrices.items()}
+
+    def release(self, layer: int, segment: str) -> None:
+        """The segment is read no more by what will be queued."""
+        if (layer, segment) in self._last_of_unit and self._current is not None and self._slots is not None:
+            self._slots.release(self._current[1])
+            self._current = None
+
+    def close(self) -> None:
+        """Wait for copies under way, then let the host memory go."""
+        self._gpu.synchronize()
+        self._registrations.close()
+
+    def _lock_host_memory(self) -> None:
+        for address, nbytes, read_only in self._host.locked_ranges():
+            registration = self._gpu.register_host(address, nbytes, read_only)
+            if registration is None:
+                raise CapacityError(
+                    f"the host refuses to page-lock {nbytes} bytes of weights; raise the limit of locked memory "
+                    "(ulimit -l), or use --backend cpu"
+                )
+            self._registrations.enter_context(registration)
+
+    def _vector(self, arena: Arena, vector: Tensor, label: str) -> Tensor:
+        address = arena.take(vector.nbytes, label)
+        staging = self._gpu.allocate_host(vector.nbytes, label)
+        Tensor(staging.address, vector.shape, vector.dtype, staging).numpy()[...] = vector.numpy()
+        self._gpu.copy(address, staging.address, vector.nbytes, self._compute)
+        self._gpu.synchronize(self._compute)
+        staging.close()
+        return Tensor(address, vector.shape, vector.dtype, arena)
+
+    def _matrix(self, arena: Arena, weight: Weight, label: str) -> Weight:
+        address = arena.take(weight.layout.nbytes, label)
+        self._gpu.copy(address, weight.address, weight.layout.nbytes, self._compute)
+        return Weight(weight.layout, address, arena)
+
+    def _place_layers(self, arena: Arena, plan: Plan) -> list[list[HostRange]]:
+        """Copy resident layers to the arena; where the matrices of the others lie in a slot, and the units' ranges."""
+        units: list[list[HostRange]] = []
+        for index, stays in enumerate(plan.resident):
+            segments = self._host.layer(index)
+            if stays:
+                for name, segment in segments.items():
+                    self._resident[index, name] = {
+                        role: self._matrix(arena, weight, f"layer {index} {role}") for role, weight in segment.items()
+                    }
+                continue
+            offset = 0
+            for number, (name, segment) in enumerate(segments.items()):
+                if number == 0 or not plan.unit_layers:
+                    units.append([])
+                    offset = 0
+                matrices: dict[str, tuple[Weight, int]] = {}
+                for role, weight in segment.items():
+                    matrices[role] = (weight, offset)
+                    _append(units[-1], HostRange(weight.address, weight.layout.nbytes, offset))
+                    offset += round_up(weight.layout.nbytes, PLANE_ALIGNMENT)
+                self._places[index, name] = (len(units) - 1, matrices)
+        return units
+
+    def _last_segments(self) -> set[tuple[int, str]]:
+        """Of every unit the segment used last."""
+        last = {unit: key for key, (unit, _) in self._places.items()}
+        return set(last.values())
+
+
+def _append(ranges: list[HostRange], new: HostRange) -> None:
+    """Add a range, joined to the one before where both lie one behind the other on both sides."""
+    if ranges:
+        old = ranges[-1]
+        if old.address + old.nbytes == new.address and old.slot_offset + old.nbytes == new.slot_offset:
+            ranges[-1] = HostRange(old.address, old.nbytes + new.nbytes, old.slot_offset)
+            return
+    ranges.append(new)
