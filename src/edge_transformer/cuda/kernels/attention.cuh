@@ -1,7 +1,7 @@
 // What the attention kernels share: where keys and values lie, what a row sees, how a state takes more positions in.
 //
-// A state is (m, l, acc): the largest score m, l = sum of e^(s - m), acc = sum of e^(s - m) v, over the positions taken in.
-// Empty: m = -infinity, l = 0, acc = 0. The running state of a row and head lies in global memory between launches:
+// A state is (m, l, acc): the largest score m, l = sum of e^(s - m), acc = sum of e^(s - m) v, over the positions taken
+// in. Empty: m = -infinity, l = 0, acc = 0. The running state of a row and head lies in global memory between launches:
 // acc [head_dim] where the row's result will be, m and l in `state`, so that the tiles of a row can come in any number
 // of launches, in ascending order, without a bit of difference.
 //
@@ -27,20 +27,21 @@ constexpr int kEnd = 2;
 
 // Where the tiles of one sequence are: one by one by a table of addresses, or in one run that starts with `first_tile`.
 struct Tiles {
-  const int64_t *table;  // null: `run`
-  const uint8_t *run;
+  const int64_t* table;  // null: `run`
+  const uint8_t* run;
   int first_tile;
   int kv_heads;
 };
 
 // Keys of a KV head in a tile, [512][head_dim]; the values follow those of all heads, in the same order.
-ETE_DEVICE const uint8_t *tile_keys(const Tiles &tiles, int tile, int kv_head) {
+ETE_DEVICE const uint8_t* tile_keys(const Tiles& tiles, int tile, int kv_head) {
   const int64_t head_bytes = static_cast<int64_t>(kTilePositions) * kRowBytes;
-  const uint8_t *base = tiles.table != nullptr ? reinterpret_cast<const uint8_t *>(tiles.table[tile])
-                                               : tiles.run + (tile - tiles.first_tile) * (2 * tiles.kv_heads * head_bytes);
+  const uint8_t* base = tiles.table != nullptr
+                            ? reinterpret_cast<const uint8_t*>(tiles.table[tile])
+                            : tiles.run + (tile - tiles.first_tile) * (2 * tiles.kv_heads * head_bytes);
   return base + kv_head * head_bytes;
 }
-ETE_DEVICE int64_t values_offset(const Tiles &tiles) {
+ETE_DEVICE int64_t values_offset(const Tiles& tiles) {
   return static_cast<int64_t>(tiles.kv_heads) * kTilePositions * kRowBytes;
 }
 
@@ -70,5 +71,7 @@ ETE_DEVICE float scaled_score(float product, float scale, float softcap) {
 // What is subtracted from scores: m, or 0 where nothing has been seen, so that e^(s - m) is 0 and not NaN.
 ETE_DEVICE float reference_of(float m) { return m == -ETE_INFINITY ? 0.0f : m; }
 
-// acc / l; adding +0 gives zeros one sign, whatever neutral states were merged or skipped.
-ETE_DEVICE float finished(float acc, float l) { return acc / l + 0.0f; }
+// What acc is multiplied with when it is stored: by a launch that ends the states, or by one that keeps them.
+ETE_DEVICE float stored_factor(float l, bool end) { return end ? 1.0f / l : 1.0f; }
+// Adding +0 gives zeros one sign, whatever neutral states were merged or skipped.
+ETE_DEVICE float stored(float acc, float factor) { return acc * factor + 0.0f; }

@@ -1,22 +1,22 @@
 // Attention of decode rows with plain multiply-adds: block (unit of a wave, KV head, row) makes the state of the row's
 // ETE_HEADS query heads over one unit of positions.
 //
-// A warp takes 32 positions at a time. Scores: lane = position, the query broadcast from shared memory; a lane reads its
-// key's row 16 bytes at a time through the first-level cache. Sums of values: lane = pairs of dims, weights broadcast from
-// shared memory. The states of the block's warps are merged as a tree.
+// A warp takes 32 positions at a time. Scores: lane = position, the query broadcast from shared memory; a lane reads
+// its key's row 16 bytes at a time through the first-level cache. Sums of values: lane = pairs of dims, weights
+// broadcast from shared memory. The states of the block's warps are merged as a tree.
 //
 // Bytes read: 2 * element * head_dim per position and KV head. Multiply-adds: 2 * head_dim per position and query head.
 #include "attention_units.cuh"
 
 constexpr int kWarps = ETE_THREADS / kWarp;
-constexpr int kStep = 32;                          // positions of a warp at a time
-constexpr int kPairs = (kHeadDim + 63) / 64;       // pairs of dims of a lane: 64 * p + 2 * lane and the next
+constexpr int kStep = 32;                     // positions of a warp at a time
+constexpr int kPairs = (kHeadDim + 63) / 64;  // pairs of dims of a lane: 64 * p + 2 * lane and the next
 constexpr int kSums = kHeads * kPairs * 2;
 constexpr int kSlotFloats = (kSums + 2 * kHeads) * kWarp;
-constexpr int kColumns = 64;                       // of a key summed before they are added to the score
+constexpr int kColumns = 64;  // of a key summed before they are added to the score
 
 // Eight consecutive elements.
-ETE_DEVICE void load_elements(const uint8_t *at, float (&x)[8]) {
+ETE_DEVICE void load_elements(const uint8_t* at, float (&x)[8]) {
 #if ETE_KV_BF16
   const uint4 v = load16(at);
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -32,7 +32,7 @@ ETE_DEVICE void load_elements(const uint8_t *at, float (&x)[8]) {
 #endif
 }
 
-ETE_DEVICE float2 load_pair(const uint8_t *at) {
+ETE_DEVICE float2 load_pair(const uint8_t* at) {
 #if ETE_KV_BF16
   const uint32_t pair = load4(at);
   return make_float2(bf16_low(pair), bf16_high(pair));
@@ -42,11 +42,11 @@ ETE_DEVICE float2 load_pair(const uint8_t *at) {
 }
 
 extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
-    const float *__restrict__ q, const int *__restrict__ positions, const int *__restrict__ row_sequence,
-    const int *__restrict__ counts, const int64_t *__restrict__ tables, const uint8_t *__restrict__ run,
-    float *__restrict__ unit_acc, float *__restrict__ unit_state, int table_tiles, int kv_heads, int first_tile,
+    const float* __restrict__ q, const int* __restrict__ positions, const int* __restrict__ row_sequence,
+    const int* __restrict__ counts, const int64_t* __restrict__ tables, const uint8_t* __restrict__ run,
+    float* __restrict__ unit_acc, float* __restrict__ unit_state, int table_tiles, int kv_heads, int first_tile,
     int tile_count, int run_sequence, int first_row, int first_unit, int window, float scale, float softcap) {
-  ETE_SHARED(float, query, kHeads * kHeadDim);
+  ETE_SHARED(float, query, kHeads* kHeadDim);
   ETE_SHARED(float, all_weights, kWarps * kHeads * kStep);
   ETE_SHARED(float, slots, kWarps / 2 * kSlotFloats);
   const int row = decode_row(counts, row_sequence, first_row, run_sequence);
@@ -62,7 +62,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   const int heads_here = min(kHeads, kGroup - head);
   const int lane = lane_id(), warp = warp_id();
   const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
-  const float *q_heads = q + (row * heads + kv_head * kGroup + head) * kHeadDim;
+  const float* q_heads = q + (row * heads + kv_head * kGroup + head) * kHeadDim;
   for (int i = static_cast<int>(threadIdx.x); i < kHeads * kHeadDim; i += ETE_THREADS)
     query[i] = i < heads_here * kHeadDim ? q_heads[i] : 0.0f;
   __syncthreads();
@@ -70,9 +70,9 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   const int tile = begin / kTilePositions;
   const Tiles tiles = {run != nullptr ? nullptr : tables + static_cast<int64_t>(row_sequence[row]) * table_tiles, run,
                        first_tile, kv_heads};
-  const uint8_t *keys = tile_keys(tiles, tile, kv_head);
-  const uint8_t *values = keys + values_offset(tiles);
-  float *weights = all_weights + warp * kHeads * kStep;  // [head][position]
+  const uint8_t* keys = tile_keys(tiles, tile, kv_head);
+  const uint8_t* values = keys + values_offset(tiles);
+  float* weights = all_weights + warp * kHeads * kStep;  // [head][position]
 
   float m[kHeads], l[kHeads], acc[kHeads][kPairs][2];  // l is summed over the lanes at the end
 #pragma unroll
@@ -91,7 +91,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) score[h] = 0;
     if (seen) {
-      const uint8_t *key = keys + (in_tile + lane) * kRowBytes;
+      const uint8_t* key = keys + (in_tile + lane) * kRowBytes;
       for (int part = 0; part < kHeadDim; part += kColumns) {
         float sum[kHeads];
 #pragma unroll
@@ -136,18 +136,20 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
         for (int p = 0; p < kPairs; ++p) {
           const int position = step + four + i, dim = 64 * p + 2 * lane;
           const bool there = position >= begin && position < end && dim < kHeadDim;
-          value[i][p] = there ? load_pair(values + (in_tile + four + i) * kRowBytes + dim * kElementBytes)
-                              : make_float2(0, 0);
+          value[i][p] =
+              there ? load_pair(values + (in_tile + four + i) * kRowBytes + dim * kElementBytes) : make_float2(0, 0);
         }
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         const float4 w = load16_float(weights + h * kStep + four);
 #pragma unroll
         for (int p = 0; p < kPairs; ++p) {
-          acc[h][p][0] = fmaf(w.w, value[3][p].x, fmaf(w.z, value[2][p].x, fmaf(w.y, value[1][p].x,
-                         fmaf(w.x, value[0][p].x, acc[h][p][0]))));
-          acc[h][p][1] = fmaf(w.w, value[3][p].y, fmaf(w.z, value[2][p].y, fmaf(w.y, value[1][p].y,
-                         fmaf(w.x, value[0][p].y, acc[h][p][1]))));
+          acc[h][p][0] =
+              fmaf(w.w, value[3][p].x,
+                   fmaf(w.z, value[2][p].x, fmaf(w.y, value[1][p].x, fmaf(w.x, value[0][p].x, acc[h][p][0]))));
+          acc[h][p][1] =
+              fmaf(w.w, value[3][p].y,
+                   fmaf(w.z, value[2][p].y, fmaf(w.y, value[1][p].y, fmaf(w.x, value[0][p].y, acc[h][p][1]))));
         }
       }
     }
@@ -156,15 +158,14 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   for (int h = 0; h < kHeads; ++h) l[h] = warp_sum(l[h]);
 
   for (int half = kWarps / 2; half > 0; half /= 2) {
-    float *slot = slots + warp % half * kSlotFloats + lane;
+    float* slot = slots + warp % half * kSlotFloats + lane;
     if (warp >= half && warp < 2 * half) {
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         slot[2 * h * kWarp] = m[h];
         slot[(2 * h + 1) * kWarp] = l[h];
 #pragma unroll
-        for (int p = 0; p < 2 * kPairs; ++p)
-          slot[(2 * kHeads + h * 2 * kPairs + p) * kWarp] = acc[h][p / 2][p % 2];
+        for (int p = 0; p < 2 * kPairs; ++p) slot[(2 * kHeads + h * 2 * kPairs + p) * kWarp] = acc[h][p / 2][p % 2];
       }
     }
     __syncthreads();
@@ -178,7 +179,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
         l[h] = fmaf(l[h], mine, slot[(2 * h + 1) * kWarp] * other);
 #pragma unroll
         for (int p = 0; p < 2 * kPairs; ++p) {
-          float &sum = acc[h][p / 2][p % 2];
+          float& sum = acc[h][p / 2][p % 2];
           sum = fmaf(sum, mine, slot[(2 * kHeads + h * 2 * kPairs + p) * kWarp] * other);
         }
       }

@@ -1,30 +1,30 @@
-// Attention of decode rows over keys and values in bf16, on tensor cores: block (unit of a wave, KV head, row) makes the
-// state of the row's ETE_HEADS query heads over one unit of positions.
+// Attention of decode rows over keys and values in bf16, on tensor cores: block (unit of a wave, KV head, row) makes
+// the state of the row's ETE_HEADS query heads over one unit of positions.
 //
-// scores[head][position] = q k^T, acc[head][dim] = p v, both in fp32 accuracy: q and p are split in three bf16 terms, and
-// the 16 rows of an mma hold (head, high) and (head, middle), those of a second one (head, low). Keys and values go from
-// global memory into operand registers: the order of columns (and of dims) within an mma is whatever makes a lane's 16
-// bytes one operand. Fresh accumulators for every 64 columns and every 32 positions. A warp takes 32 positions at a time;
-// the states of the block's warps are merged as a tree.
+// scores[head][position] = q k^T, acc[head][dim] = p v, both in fp32 accuracy: q and p are split in three bf16 terms,
+// and the 16 rows of an mma hold (head, high) and (head, middle), those of a second one (head, low). Keys and values go
+// from global memory into operand registers: the order of columns (and of dims) within an mma is whatever makes a
+// lane's 16 bytes one operand. Fresh accumulators for every 64 columns and every 32 positions. A warp takes 32
+// positions at a time; the states of the block's warps are merged as a tree.
 //
 // Bytes read: 2 * 2 * head_dim per position and KV head. ETE_HEADS <= 8, ETE_KV_BF16 = 1.
 #include "attention_units.cuh"
 
 constexpr int kWarps = ETE_THREADS / kWarp;
-constexpr int kStep = 32;                              // positions of a warp at a time
-constexpr int kKeyChunks = (kHeadDim + 31) / 32;       // a lane's 16 bytes times four lanes
-constexpr int kValueChunks = (kHeadDim + 63) / 64;     // a lane's 16 bytes times eight lanes
-constexpr int kSums = kValueChunks * 16;               // acc of a lane: 16 consecutive dims of each chunk
-constexpr int kSlotFloats = (kSums + 2) * kWarp;       // a warp's state in shared memory
+constexpr int kStep = 32;                           // positions of a warp at a time
+constexpr int kKeyChunks = (kHeadDim + 31) / 32;    // a lane's 16 bytes times four lanes
+constexpr int kValueChunks = (kHeadDim + 63) / 64;  // a lane's 16 bytes times eight lanes
+constexpr int kSums = kValueChunks * 16;            // acc of a lane: 16 consecutive dims of each chunk
+constexpr int kSlotFloats = (kSums + 2) * kWarp;    // a warp's state in shared memory
 
-ETE_DEVICE uint32_t word(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+ETE_DEVICE uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
-    const float *__restrict__ q, const int *__restrict__ positions, const int *__restrict__ row_sequence,
-    const int *__restrict__ counts, const int64_t *__restrict__ tables, const uint8_t *__restrict__ run,
-    float *__restrict__ unit_acc, float *__restrict__ unit_state, int table_tiles, int kv_heads, int first_tile,
+    const float* __restrict__ q, const int* __restrict__ positions, const int* __restrict__ row_sequence,
+    const int* __restrict__ counts, const int64_t* __restrict__ tables, const uint8_t* __restrict__ run,
+    float* __restrict__ unit_acc, float* __restrict__ unit_state, int table_tiles, int kv_heads, int first_tile,
     int tile_count, int run_sequence, int first_row, int first_unit, int window, float scale, float softcap) {
-  ETE_SHARED(uint4, query, kKeyChunks * 3 * kWarp);      // [chunk][term][lane]
+  ETE_SHARED(uint4, query, kKeyChunks * 3 * kWarp);  // [chunk][term][lane]
   ETE_SHARED(float, slots, kWarps / 2 * kSlotFloats);
   const int row = decode_row(counts, row_sequence, first_row, run_sequence);
   if (row < 0) return;
@@ -39,7 +39,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   const int lane = lane_id(), g = lane / 4, t = lane % 4;
   const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
 
-  const float *q_head = q + (row * heads + kv_head * kGroup + head + g) * kHeadDim;
+  const float* q_head = q + (row * heads + kv_head * kGroup + head + g) * kHeadDim;
   for (int chunk = warp_id(); chunk < kKeyChunks; chunk += kWarps) {
     const int column = chunk * 32 + 8 * t;
     uint4 high = make_uint4(0, 0, 0, 0), middle = high, low = high;
@@ -59,8 +59,8 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   const int tile = begin / kTilePositions;
   const Tiles tiles = {run != nullptr ? nullptr : tables + static_cast<int64_t>(row_sequence[row]) * table_tiles, run,
                        first_tile, kv_heads};
-  const uint8_t *keys = tile_keys(tiles, tile, kv_head);
-  const uint8_t *values = keys + values_offset(tiles);
+  const uint8_t* keys = tile_keys(tiles, tile, kv_head);
+  const uint8_t* values = keys + values_offset(tiles);
 
   float m = -ETE_INFINITY, l = 0;  // of head g; l is summed over the lanes t at the end
   float acc[kValueChunks][8][2];   // [chunk][j][i]: dim 64 * chunk + 16 * t + 8 * i + j
@@ -89,13 +89,14 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
         for (int n = 0; n < 4; ++n) {
           const int position = step + 8 * n + g;
           const bool there = position >= begin && position < end && chunk * 32 + 8 * t < kHeadDim;
-          key[n] = there ? load16(keys + (in_tile + 8 * n + g) * kRowBytes + chunk * 64 + 16 * t)
-                         : make_uint4(0, 0, 0, 0);
+          key[n] =
+              there ? load16(keys + (in_tile + 8 * n + g) * kRowBytes + chunk * 64 + 16 * t) : make_uint4(0, 0, 0, 0);
         }
         const uint4 high = query[(chunk * 3 + 0) * kWarp + lane];
         const uint4 middle = query[(chunk * 3 + 1) * kWarp + lane];
         const uint4 low = query[(chunk * 3 + 2) * kWarp + lane];
-        const uint32_t first[4] = {high.x, middle.x, high.y, middle.y}, second[4] = {high.z, middle.z, high.w, middle.w};
+        const uint32_t first[4] = {high.x, middle.x, high.y, middle.y},
+                       second[4] = {high.z, middle.z, high.w, middle.w};
         const uint32_t first_low[4] = {low.x, 0, low.y, 0}, second_low[4] = {low.z, 0, low.w, 0};
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
@@ -164,8 +165,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
           mma_bf16(sum[1], rest, b);
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          acc[c][j][i] = fmaf(acc[c][j][i], kept, sum[0][i] + (sum[0][2 + i] + sum[1][i]));
+        for (int i = 0; i < 2; ++i) acc[c][j][i] = fmaf(acc[c][j][i], kept, sum[0][i] + (sum[0][2 + i] + sum[1][i]));
       }
     }
   }
@@ -173,7 +173,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   l += warp_shuffle_xor(l, 2);
 
   for (int half = kWarps / 2; half > 0; half /= 2) {
-    float *slot = slots + warp_id() % half * kSlotFloats + lane;
+    float* slot = slots + warp_id() % half * kSlotFloats + lane;
     if (warp_id() >= half && warp_id() < 2 * half) {
       slot[0] = m;
       slot[kWarp] = l;
@@ -188,7 +188,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
       l = fmaf(l, mine, slot[kWarp] * other);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
-        float &sum = acc[i / 16][i / 2 % 8][i % 2];
+        float& sum = acc[i / 16][i / 2 % 8][i % 2];
         sum = fmaf(sum, mine, slot[(2 + i) * kWarp] * other);
       }
     }
@@ -207,7 +207,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
     for (int i = 0; i < 2; ++i) {
       const int dim = 64 * c + 16 * t + 8 * i;
       if (dim >= kHeadDim) continue;
-      float *to = unit_acc + place * kHeadDim + dim;
+      float* to = unit_acc + place * kHeadDim + dim;
       store16(to, make_float4(acc[c][0][i], acc[c][1][i], acc[c][2][i], acc[c][3][i]));
       store16(to + 4, make_float4(acc[c][4][i], acc[c][5][i], acc[c][6][i], acc[c][7][i]));
     }

@@ -1,16 +1,16 @@
-// Takes the states of a wave of units into the running states of decode rows, in ascending order: block (64 columns, head,
-// row). m of every prefix is known from maxima alone, so the factors of all merges are made side by side; what is left in
-// sequence is one fused multiply-add a unit.
+// Takes the states of a wave of units into the running states of decode rows, in ascending order: block (64 columns,
+// head, row). m of every prefix is known from maxima alone, so the factors of all merges are made side by side; what is
+// left in sequence is one fused multiply-add a unit.
 //
 // Bytes read: 4 * (head_dim + 2) per unit and head. ETE_THREADS >= 64 and >= units of a wave.
 #include "attention_units.cuh"
 
-extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_merge(
-    const float *__restrict__ unit_acc, const float *__restrict__ unit_state, const int *__restrict__ positions,
-    const int *__restrict__ row_sequence, const int *__restrict__ counts, float *__restrict__ state,
-    float *__restrict__ out, int heads, int first_tile, int tile_count, int run_sequence, int first_row, int first_unit,
-    int wave_units, int window, int flags) {
-  ETE_SHARED(float, columns, kMostUnits * kStateColumns);  // [unit][column]
+extern "C" __global__ void ETE_LAUNCH_BOUNDS
+attention_merge(const float* __restrict__ unit_acc, const float* __restrict__ unit_state,
+                const int* __restrict__ positions, const int* __restrict__ row_sequence, const int* __restrict__ counts,
+                float* __restrict__ state, float* __restrict__ out, int heads, int first_tile, int tile_count,
+                int run_sequence, int first_row, int first_unit, int wave_units, int window, int flags) {
+  ETE_SHARED(float, columns, kMostUnits* kStateColumns);  // [unit][column]
   ETE_SHARED(float, unit_m, kMostUnits);
   ETE_SHARED(float, unit_l, kMostUnits);
   ETE_SHARED(float, kept, kMostUnits);   // factor of the running state
@@ -51,14 +51,15 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_merge(
   }
   __syncthreads();
   if (thread >= width) return;
-  float *to = out + (static_cast<int64_t>(row) * heads + head) * kHeadDim + column + thread;
+  float* to = out + (static_cast<int64_t>(row) * heads + head) * kHeadDim + column + thread;
   float acc = begin ? 0.0f : *to;
   for (int i = 0; i < count; ++i) {
     acc = fmaf(acc, kept[i], columns[i * kStateColumns + thread] * taken[i]);
     l = fmaf(l, kept[i], unit_l[i] * taken[i]);
   }
-  *to = (flags & kEnd) != 0 ? finished(acc, l) : acc;
-  if (thread == 0 && (flags & kEnd) == 0) {
+  const bool end = (flags & kEnd) != 0;
+  *to = stored(acc, stored_factor(l, end));
+  if (thread == 0 && !end) {
     state[2 * running] = last_m[0];
     state[2 * running + 1] = l;
   }

@@ -1,9 +1,9 @@
-// Attention of prompt rows with plain multiply-adds: block (part of an entry of rows, KV head and some of its query heads).
-// A lane is one (row, head) pair, the same 32 pairs in every warp, so that nothing is summed across lanes.
+// Attention of prompt rows with plain multiply-adds: block (part of an entry of rows, KV head and some of its query
+// heads). A lane is one (row, head) pair, the same 32 pairs in every warp, so that nothing is summed across lanes.
 //
-// Per block of kKeys positions, keys and then values as floats in shared memory: a warp makes the scores of a quarter of
-// the positions (keys broadcast, eight sums a lane), all lanes weigh them, and a warp sums values over a quarter of the
-// dims (values broadcast). Positions that no row of the block sees are never read.
+// Per block of kKeys positions, keys and then values as floats in shared memory: a warp makes the scores of a quarter
+// of the positions (keys broadcast, eight sums a lane), all lanes weigh them, and a warp sums values over a quarter of
+// the dims (values broadcast). Positions that no row of the block sees are never read.
 //
 // Shared memory: 4 * (32 head_dim + kKeys head_dim + 32 kKeys) bytes. Multiply-adds: 2 * head_dim per row, head and
 // position. ETE_ROWS * ETE_HEADS <= 32, ETE_THREADS = 128.
@@ -17,13 +17,13 @@ constexpr int kFours = (kHeadDim / 4 + kWarps - 1) / kWarps;  // fours of dims o
 constexpr int kSumColumns = 64;                               // of a key summed before they are added to the score
 
 // Rows [start, start + kKeys) of a KV head's keys or values as floats; zeros for those outside the span.
-ETE_DEVICE void stage_rows(float *to, const uint8_t *from, int start, const Span &span) {
+ETE_DEVICE void stage_rows(float* to, const uint8_t* from, int start, const Span& span) {
   constexpr int pieces = kHeadDim / 4;
   for (int i = static_cast<int>(threadIdx.x); i < kKeys * pieces; i += kThreads) {
     const int row = i / pieces, piece = i % pieces, position = start + row;
     float4 x = make_float4(0, 0, 0, 0);
     if (position >= span.begin && position < span.end) {
-      const uint8_t *source = from + (position % kTilePositions) * kRowBytes + piece * (4 * kElementBytes);
+      const uint8_t* source = from + (position % kTilePositions) * kRowBytes + piece * (4 * kElementBytes);
 #if ETE_KV_BF16
       const uint2 v = load8(source);
       x = make_float4(bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y));
@@ -36,12 +36,12 @@ ETE_DEVICE void stage_rows(float *to, const uint8_t *from, int start, const Span
 }
 
 extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
-    const float *__restrict__ q, const int *__restrict__ entries, const int64_t *__restrict__ tables,
-    const uint8_t *__restrict__ run, float *__restrict__ state, float *__restrict__ out, int table_tiles, int kv_heads,
+    const float* __restrict__ q, const int* __restrict__ entries, const int64_t* __restrict__ tables,
+    const uint8_t* __restrict__ run, float* __restrict__ state, float* __restrict__ out, int table_tiles, int kv_heads,
     int run_tile, int first_tile, int tile_count, int run_sequence, int window, float scale, float softcap, int flags) {
-  ETE_DYNAMIC_SHARED(float, query);            // [column][lane]
-  float *elements = query + kHeadDim * kWarp;  // [position][column]
-  float *weights = elements + kKeys * kHeadDim;  // [position][lane]: scores, then weights
+  ETE_DYNAMIC_SHARED(float, query);              // [column][lane]
+  float* elements = query + kHeadDim * kWarp;    // [position][column]
+  float* weights = elements + kKeys * kHeadDim;  // [position][lane]: scores, then weights
 
   const RowBlock rows = row_block(entries, window, first_tile, tile_count, run_sequence);
   const Span span = rows.span;
@@ -62,21 +62,21 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
     query[(4 * four + 2) * kWarp + lane] = x.z;
     query[(4 * four + 3) * kWarp + lane] = x.w;
   }
-  const bool stored = there && (flags & kBegin) == 0;
-  float m = stored ? state[place * kStateCopies * 2] : -ETE_INFINITY;
-  float l = stored ? state[place * kStateCopies * 2 + 1] : 0.0f;
+  const bool kept_state = there && (flags & kBegin) == 0;
+  float m = kept_state ? state[place * kStateCopies * 2] : -ETE_INFINITY;
+  float l = kept_state ? state[place * kStateCopies * 2 + 1] : 0.0f;
   float4 acc[kFours];
 #pragma unroll
   for (int f = 0; f < kFours; ++f) {
     const int dim = 4 * (warp + kWarps * f);
     acc[f] = make_float4(0, 0, 0, 0);
-    if (stored && dim < kHeadDim) acc[f] = load16_float(out + place * kHeadDim + dim);
+    if (kept_state && dim < kHeadDim) acc[f] = load16_float(out + place * kHeadDim + dim);
   }
 
   const Tiles tiles = {run != nullptr ? nullptr : tables + static_cast<int64_t>(rows.sequence) * table_tiles, run,
                        run_tile, kv_heads};
   for (int start = span.begin / kKeys * kKeys; start < span.end; start += kKeys) {
-    const uint8_t *tile = tile_keys(tiles, start / kTilePositions, kv_head);
+    const uint8_t* tile = tile_keys(tiles, start / kTilePositions, kv_head);
     stage_rows(elements, tile, start, span);
     __syncthreads();
     float score[kWarpKeys];
@@ -88,7 +88,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
       for (int k = 0; k < kWarpKeys; ++k) sum[k] = 0;
 #pragma unroll 2
       for (int d = part; d < min(part + kSumColumns, kHeadDim); d += 4) {
-        const float *column = query + d * kWarp + lane;
+        const float* column = query + d * kWarp + lane;
         const float x[4] = {column[0], column[kWarp], column[2 * kWarp], column[3 * kWarp]};
 #pragma unroll
         for (int k = 0; k < kWarpKeys; ++k) {
@@ -148,13 +148,13 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
 
   if (!there) return;
   const bool end = (flags & kEnd) != 0;
+  const float factor = stored_factor(l, end);
 #pragma unroll
   for (int f = 0; f < kFours; ++f) {
     const int dim = 4 * (warp + kWarps * f);
     if (dim >= kHeadDim) continue;
-    const float4 a = acc[f];
-    store16(out + place * kHeadDim + dim,
-            end ? make_float4(finished(a.x, l), finished(a.y, l), finished(a.z, l), finished(a.w, l)) : a);
+    store16(out + place * kHeadDim + dim, make_float4(stored(acc[f].x, factor), stored(acc[f].y, factor),
+                                                      stored(acc[f].z, factor), stored(acc[f].w, factor)));
   }
   if (warp == 0 && !end) {
     state[place * kStateCopies * 2] = m;

@@ -2,24 +2,24 @@
 // some of its query heads). A warp takes 16 rows of one query head; the warps of a block share keys and values.
 //
 // Per block of kKeys positions: s = q k^T, s capped and masked, (m, l) updated, acc = acc * factor + p v. q and p are
-// split in ETE_TERMS bf16 terms (3: fp32 accuracy; 1: fast); fresh accumulators for every 64 columns of q and every kKeys
-// positions, added to fp32 sums. Keys and values come by asynchronous copies: values during the scores, the next keys
-// during the sums of values. Positions that no row of the block sees are never read.
+// split in ETE_TERMS bf16 terms (3: fp32 accuracy; 1: fast); fresh accumulators for every 64 columns of q and every
+// kKeys positions, added to fp32 sums. Keys and values come by asynchronous copies: values during the scores, the next
+// keys during the sums of values. Positions that no row of the block sees are never read.
 //
-// Shared memory: the operand registers of q, ETE_TERMS * 32 bytes a row and column pair; one block of keys and of values.
-// Products: 4 * ETE_TERMS * head_dim per row, head and position. ETE_KV_BF16 = 1.
+// Shared memory: the operand registers of q, ETE_TERMS * 32 bytes a row and column pair; one block of keys and of
+// values. Products: 4 * ETE_TERMS * head_dim per row, head and position. ETE_KV_BF16 = 1.
 #include "attention_rows.cuh"
 
 constexpr int kTerms = ETE_TERMS;
 constexpr int kThreads = ETE_THREADS;
-constexpr int kColumns = (kHeadDim + 15) / 16 * 16;    // zero beyond head_dim
-constexpr int kKeys = kHeadDim <= 128 ? 64 : 32;       // positions at a time
-constexpr int kPitch = 2 * kColumns + 16;              // bytes of a row in shared memory: an odd number of 16
-constexpr int kSteps = kColumns / 16;                  // mma along the columns of q
+constexpr int kColumns = (kHeadDim + 15) / 16 * 16;  // zero beyond head_dim
+constexpr int kKeys = kHeadDim <= 128 ? 64 : 32;     // positions at a time
+constexpr int kPitch = 2 * kColumns + 16;            // bytes of a row in shared memory: an odd number of 16
+constexpr int kSteps = kColumns / 16;                // mma along the columns of q
 constexpr int kKeyTiles = kKeys / 8;
 constexpr int kDimTiles = kColumns / 8;
-constexpr int kTogether = 8;                           // accumulators in flight
-constexpr int kQueryWords = kSteps * kTerms * kWarp;   // uint4 of a warp
+constexpr int kTogether = kHeadDim <= 192 ? 8 : 4;     // accumulators in flight
+constexpr int kQueryWords = kSteps * kTerms * kWarp;  // uint4 of a warp
 
 // Terms of two values, the largest first.
 ETE_DEVICE void split_pair(float a, float b, uint32_t (&terms)[kTerms]) {
@@ -31,24 +31,25 @@ ETE_DEVICE void split_pair(float a, float b, uint32_t (&terms)[kTerms]) {
 }
 
 // Rows [start, start + kKeys) of a KV head's keys or values; zeros for those outside the span, and beyond head_dim.
-ETE_DEVICE void copy_rows(uint8_t *to, const uint8_t *from, int start, const Span &span) {
+ETE_DEVICE void copy_rows(uint8_t* to, const uint8_t* from, int start, const Span& span) {
   constexpr int pieces = kColumns / 8;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kKeys * pieces; i += kThreads) {
     const int row = i / pieces, piece = i % pieces, position = start + row;
     const bool there = position >= span.begin && position < span.end && piece * 8 < kHeadDim;
-    const uint8_t *source = there ? from + (position % kTilePositions) * kRowBytes + piece * 16 : from;
+    const uint8_t* source = there ? from + (position % kTilePositions) * kRowBytes + piece * 16 : from;
     cp_async16(to + row * kPitch + piece * 16, source, there ? 16 : 0);
   }
   cp_async_commit();
 }
 
 extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
-    const float *__restrict__ q, const int *__restrict__ entries, const int64_t *__restrict__ tables,
-    const uint8_t *__restrict__ run, float *__restrict__ state, float *__restrict__ out, int table_tiles, int kv_heads,
+    const float* __restrict__ q, const int* __restrict__ entries, const int64_t* __restrict__ tables,
+    const uint8_t* __restrict__ run, float* __restrict__ state, float* __restrict__ out, int table_tiles, int kv_heads,
     int run_tile, int first_tile, int tile_count, int run_sequence, int window, float scale, float softcap, int flags) {
   ETE_DYNAMIC_SHARED(uint8_t, shared);
   uint8_t *keys = shared, *values = shared + kKeys * kPitch;
-  uint4 *query = reinterpret_cast<uint4 *>(shared + 2 * kKeys * kPitch) + warp_id() * kQueryWords;  // [step][term][lane]
+  uint4* query = reinterpret_cast<uint4*>(shared + 2 * kKeys * kPitch) + warp_id() * kQueryWords;  // [step][term][lane]
 
   const RowBlock rows = row_block(entries, window, first_tile, tile_count, run_sequence);
   const Span span = rows.span;
@@ -89,14 +90,14 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
   const bool begin = (flags & kBegin) != 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const bool stored = there[i] && !begin;
-    m[i] = stored ? state[place[i] * kStateCopies * 2] : -ETE_INFINITY;
-    l[i] = stored ? state[place[i] * kStateCopies * 2 + 1] : 0.0f;
+    const bool kept = there[i] && !begin;
+    m[i] = kept ? state[place[i] * kStateCopies * 2] : -ETE_INFINITY;
+    l[i] = kept ? state[place[i] * kStateCopies * 2 + 1] : 0.0f;
 #pragma unroll
     for (int j = 0; j < kDimTiles; ++j) {
       const int dim = 8 * j + 2 * t;
       float2 x = make_float2(0, 0);
-      if (stored && dim < kHeadDim) x = load8_float(out + place[i] * kHeadDim + dim);
+      if (kept && dim < kHeadDim) x = load8_float(out + place[i] * kHeadDim + dim);
       acc[j][2 * i] = x.x;
       acc[j][2 * i + 1] = x.y;
     }
@@ -109,7 +110,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
   for (; start < span.end; start += kKeys) {
     cp_async_wait<0>();
     __syncthreads();  // the keys are there, and the last values have been used
-    const uint8_t *tile_values = tile_keys(tiles, start / kTilePositions, kv_head) + values_offset(tiles);
+    const uint8_t* tile_values = tile_keys(tiles, start / kTilePositions, kv_head) + values_offset(tiles);
     copy_rows(values, tile_values, start, span);
 
     uint32_t weights[kKeyTiles][2][kTerms];  // bf16 pairs: rows g and g + 8, positions 8 * tile + 2 * t and the next
@@ -220,12 +221,13 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!there[i]) continue;
+    const float factor = stored_factor(l[i], end);
 #pragma unroll
     for (int j = 0; j < kDimTiles; ++j) {
       const int dim = 8 * j + 2 * t;
-      if (dim >= kHeadDim) continue;
-      const float a = acc[j][2 * i], b = acc[j][2 * i + 1];
-      store8(out + place[i] * kHeadDim + dim, end ? make_float2(finished(a, l[i]), finished(b, l[i])) : make_float2(a, b));
+      if (dim < kHeadDim)
+        store8(out + place[i] * kHeadDim + dim,
+               make_float2(stored(acc[j][2 * i], factor), stored(acc[j][2 * i + 1], factor)));
     }
     if (t == 0 && !end) {
       state[place[i] * kStateCopies * 2] = m[i];

@@ -1,9 +1,10 @@
-// Blocks of prompt rows: which query rows a block takes. The list of the pass holds, for up to 64 consecutive rows of one
-// sequence, {first row, count, position of the first, sequence}; a count of 0 is an entry not in use. A block takes a part
-// of an entry: ETE_ROWS rows and ETE_HEADS query heads of a KV head.
+// Blocks of prompt rows: which query rows a block takes. The list of the pass holds, for up to 64 consecutive rows of
+// one sequence, {first row, count, position of the first, sequence}; a count of 0 is an entry not in use. A block takes
+// a part of an entry: ETE_ROWS rows and ETE_HEADS query heads of a KV head.
 //
-// A row's numbers do not depend on the rows it shares a block with: keys come in blocks on absolute borders, in ascending
-// order, and a block of keys that only others see changes nothing (it weighs exactly 0 against an unchanged maximum).
+// A row's numbers do not depend on the rows it shares a block with: keys come in blocks on absolute borders, in
+// ascending order, and a block of keys that only others see changes nothing (it weighs exactly 0 against an unchanged
+// maximum).
 #pragma once
 #include "attention.cuh"
 
@@ -15,14 +16,14 @@ struct RowBlock {
   int count;     // 0: nothing to do
   int position;  // of the first row
   int sequence;
-  Span span;     // positions that any of the rows sees in the tiles of this launch
+  Span span;  // positions that any of the rows sees in the tiles of this launch
 };
 
-ETE_DEVICE RowBlock row_block(const int *entries, int window, int first_tile, int tile_count, int run_sequence) {
+ETE_DEVICE RowBlock row_block(const int* entries, int window, int first_tile, int tile_count, int run_sequence) {
   constexpr int parts = kEntryRows / kRows;
   // The last first: they see most, and take longest.
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-  const int *entry = entries + index / parts * 4;
+  const int* entry = entries + index / parts * 4;
   const int skipped = index % parts * kRows;
   const int count = max(0, min(kRows, entry[1] - skipped));
   const int position = entry[2] + skipped;
