@@ -67,7 +67,7 @@ class EmulatedKernel:
 
 
 def emulated_kernel(source: KernelSource, arch: int) -> EmulatedKernel:
-    """Compile (or find) `source` (its file may be an absolute path) as ETE_ARCH `arch`. Each kernel has its own state."""
+    """Compile (or find) `source`, its file relative to the kernels or absolute, as ETE_ARCH `arch`."""
     return EmulatedKernel(source, ctypes.CDLL(str(_shared_object(source, arch))))
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -193,6 +195,10 @@ class EmulatedGpu:
         access = self._access(destination, nbytes, True, f"fill of {nbytes} bytes")
         work = Work(f"fill of {access.label!r}", lambda: _fill(destination, value, nbytes), (access,))
         self._submit(cast(EmulatedStream, stream), work)
+
+    def prepare(self, sources: Sequence[KernelSource]) -> None:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(self.kernel, sources))
 
     def kernel(self, source: KernelSource) -> EmulatedKernel:
         if source.threads % 32 or not 32 <= source.threads <= 1024:

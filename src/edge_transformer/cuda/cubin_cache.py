@@ -40,13 +40,13 @@ class KernelCache:
         path = self._path(name, key)
         try:
             stored = path.read_bytes()
-        except FileNotFoundError:
+        except OSError:  # absent, or out of reach: it is compiled again
             return None
         header = len(_MAGIC) + _DIGEST_BYTES
         content = stored[header:]
         if stored[:header] == _MAGIC + hashlib.sha256(content).digest():
             return content
-        with contextlib.suppress(FileNotFoundError):  # another process saw it too
+        with contextlib.suppress(OSError):  # another process saw it too
             path.unlink()
         return None
 

@@ -210,7 +210,6 @@ class CudaGpu:
         self._queued.append("a fill")
 
     def prepare(self, sources: Sequence[KernelSource]) -> None:
-        """Compile (several at once) and load what `kernel` will be asked for."""
         self._enter()
         missing = [source for source in dict.fromkeys(sources) if source not in self._kernels]
         major, minor = self.properties.capability

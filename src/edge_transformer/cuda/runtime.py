@@ -110,6 +110,10 @@ class Gpu(Protocol):
         """Queue filling with a byte."""
         ...
 
+    def prepare(self, sources: Sequence[KernelSource]) -> None:
+        """Compile, several at once, and load what `kernel` will be asked for: a wait at load instead of many."""
+        ...
+
     def kernel(self, source: KernelSource) -> Kernel:
         """Compile (or take from the disk cache) and load. Called at load time, never in a pass."""
         ...

@@ -1,0 +1,55 @@
+"""Every GPU kernel for every architecture, without a GPU: it compiles, spills nothing, and keeps within its registers.
+
+Takes minutes the first time; compiled kernels are kept under build/compile-matrix by a hash of all that goes into them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edge_transformer.cuda import attention, elementwise, linear
+from edge_transformer.cuda.compiler import compile_all
+from edge_transformer.cuda.cubin_cache import KernelCache
+from edge_transformer.cuda.runtime import KernelSource
+from edge_transformer.formats.weight import WeightFormat
+
+pytestmark = pytest.mark.compile_matrix
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 120)
+CACHE = KernelCache(Path(__file__).parents[2] / "build/compile-matrix")
+REGISTER_FILE = 65536  # registers of a multiprocessor, all architectures
+STATIC_SHARED_LIMIT = 48 << 10
+
+
+def all_sources(capability: tuple[int, int]) -> list[KernelSource]:
+    formats = list(WeightFormat)
+    sources = [
+        *elementwise.all_sources(formats),
+        *linear.all_sources(formats, capability),
+        *attention.all_sources(capability),
+    ]
+    return list(dict.fromkeys(sources))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel(arch: int) -> None:
+    sources = all_sources((arch // 10, arch % 10))
+    assert len(sources) > 50
+    problems = []
+    for kernel in compile_all(sources, arch, cache=CACHE):
+        source, used = kernel.source, kernel.resources
+        name = f"{source.file}: {source.entry} {dict(source.defines)}"
+        assert used is not None, name
+        assert kernel.code[:4] == b"\x7fELF", name
+        assert source.entry.encode() + b"\0" in kernel.code, f"{name}: no such symbol"
+        if used.spill_store_bytes or used.spill_load_bytes:
+            problems.append(f"{name}: spills {used.spill_store_bytes} bytes")
+        # A block has to fit a multiprocessor, and two of up to 512 threads each should.
+        budget = min(255, REGISTER_FILE // max(source.threads, 256))
+        if used.registers > budget:
+            problems.append(f"{name}: {used.registers} registers, {budget} are its budget")
+        if used.shared_bytes > STATIC_SHARED_LIMIT:
+            problems.append(f"{name}: {used.shared_bytes} bytes of static shared memory")
+    assert not problems, "\n".join(problems)
