@@ -122,8 +122,9 @@ void prompt_rows_block(ThreadPool& pool, const LinearKernels& kernels, std::span
 
 LinearWorkspace linear_workspace(int64_t rows, int64_t cols) {
   const int64_t packed = std::min<int64_t>(round_up(rows, kTokenVector), kGemmTokens) * cols;
-  const int64_t per_row =
-      sums_stride(cols) + round_up(cols, kOrderedPadding) + (cols % kGroup ? round_up(cols, kGroup) : 0);
+  // The padded copy is needed only where the columns are no multiple of a group, but what is reserved for the widest
+  // matrix must do for narrower ones.
+  const int64_t per_row = sums_stride(cols) + round_up(cols, kOrderedPadding) + round_up(cols, kGroup);
   const int64_t thread = kGemmBlock + 2 * kGemmRows * kTilePitch;
   return {std::max(packed, rows * per_row) * int64_t(sizeof(float)), thread * int64_t(sizeof(float))};
 }

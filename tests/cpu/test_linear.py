@@ -234,3 +234,15 @@ def test_wrong_arguments_are_refused() -> None:
     small = LinearOps(_native.ThreadPool(1), _native.instruction_set_index("plain"))
     with pytest.raises((ValueError, RuntimeError), match="reserve"):
         small.linear_group([made], [None], x, [out], 0, 2)
+
+
+def test_scratch_reserved_for_the_widest_matrix_does_for_all_others() -> None:
+    """What is reserved at load is never less than what a narrower matrix or fewer rows need."""
+    for rows in (1, 7, 40, 64, 513):
+        needed = [linear_workspace(rows, cols) for cols in range(1, 400)]
+        assert needed == sorted(needed)
+        assert all(np.diff([shared for shared, _ in needed]) >= 0)
+        assert all(
+            fewer[0] <= more[0]
+            for fewer, more in zip(needed, (linear_workspace(rows + 1, c) for c in range(1, 400)), strict=True)
+        )
