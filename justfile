@@ -30,6 +30,11 @@ real-models *arguments:
     {{ python }} tests/text/fetch_tokenizers.py
     {{ python }} -m pytest -m real_model {{ arguments }}
 
+# Compile every GPU kernel for every architecture; needs no GPU
+compile-matrix *arguments:
+    {{ python }} -m pip install -q -e '.[cuda]'
+    {{ python }} -m pytest -m compile_matrix {{ arguments }}
+
 # Rebuild the native module after a change under native/
 build:
     {{ python }} -m pip install -q -e .

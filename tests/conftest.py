@@ -17,7 +17,15 @@ REFERENCE_PACKAGES = ("torch", "transformers")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip golden tests where the reference is not installed, unless they were asked for by name (`-m golden`)."""
+    """Skip golden tests where the reference is not installed, unless they were asked for by name (`-m golden`).
+
+    The compile matrix takes minutes: it runs only when asked for (`-m compile_matrix`).
+    """
+    if "compile_matrix" not in config.getoption("markexpr"):
+        on_demand = pytest.mark.skip(reason="takes minutes (pytest -m compile_matrix)")
+        for item in items:
+            if "compile_matrix" in item.keywords:
+                item.add_marker(on_demand)
     missing = [name for name in REFERENCE_PACKAGES if importlib.util.find_spec(name) is None]
     if not missing or "golden" in config.getoption("markexpr"):
         return

@@ -29,6 +29,7 @@ COMMANDS = {
     "pull": ("edge_transformer.cli.pull", "Download a model, or bring it up to date."),
     "list": ("edge_transformer.cli.list", "List the downloaded models."),
     "rm": ("edge_transformer.cli.rm", "Delete a downloaded model."),
+    "cache": ("edge_transformer.cli.cache", "Show or clear the compiled GPU kernels."),
 }
 
 EPILOG = """\b
@@ -41,12 +42,14 @@ Exit codes:
     1  any other error                   7  prompt longer than the context
     2  wrong usage                       8  NaN or infinity in the model
     3  model file corrupt or not read    9  not enough memory or disk
-    4  model refused: not supported    130  interrupted by Ctrl-C
-    5  model not found                 141  reader of the output has gone
+    4  model refused: not supported     10  GPU, its driver or compiler
+    5  model not found                 130  interrupted by Ctrl-C
+                                       141  reader of the output has gone
 
 \b
-Environment: ETE_CACHE (folder of the demo model), HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE (hub models), ETE_CPU_ISA (force an instruction set), NO_COLOR.
+Environment: ETE_CACHE (folder of the demo model and of compiled GPU kernels), HF_HOME,
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE (hub models), ETE_CPU_ISA (force an instruction
+set), NO_COLOR.
 """
 
 
