@@ -6,6 +6,7 @@ namespace ete {
 
 void bind_pool(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
+void bind_batch(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_elementwise(nanobind::module_& m);
 void bind_formats(nanobind::module_& m);

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "address.hpp"
 #include "bindings.hpp"
 #include "elementwise.hpp"
 #include "isa.hpp"
@@ -15,13 +16,6 @@ namespace ete {
 ETE_KERNEL_TABLE(ElementwiseKernels, elementwise_kernels)
 
 namespace {
-
-using Address = uint64_t;
-
-template <typename T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 // Bound to a pool and an instruction set.
 class ElementwiseOps {

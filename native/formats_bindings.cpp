@@ -51,7 +51,8 @@ nb::list decode_strings(nb::bytes data, int64_t count, uintptr_t starts_address)
 
 void repack_weight(const std::string& format, uintptr_t source, int64_t rows, int64_t blocks, uintptr_t row_order,
                    uintptr_t destination, const std::vector<int64_t>& offsets, const std::vector<int64_t>& pitches) {
-  if (offsets.size() > kMaxPlanes || offsets.size() != pitches.size()) throw std::invalid_argument("planes");
+  if (offsets.size() > kMaxPlanes || offsets.size() != pitches.size())
+    throw std::invalid_argument("a weight has at most four planes, each with an offset and a row pitch");
   RepackJob job{reinterpret_cast<const uint8_t*>(source),    rows, blocks,
                 reinterpret_cast<const int64_t*>(row_order), {},   {}};
   for (size_t p = 0; p < offsets.size(); ++p) {

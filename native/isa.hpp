@@ -1,5 +1,6 @@
-// Which instruction set the kernels run with. Chosen once, at module import or by ETE_CPU_ISA.
+// Which instruction sets there are, and the kernels of each. cpu/settings.py chooses one for each backend.
 #pragma once
+#include <array>
 #include <string>
 #include <vector>
 
@@ -18,19 +19,19 @@ int instruction_set_index(const std::string& name);
 // namespace ete::ETE_ISA. ETE_KERNEL_TABLE(Type, name), at namespace ete of a file outside native/kernels, declares
 // them and defines `name##_by_isa(index)`.
 #if ETE_X86
-#define ETE_KERNEL_TABLE(Type, name)                                                \
-  namespace plain {                                                                 \
-  extern const Type name;                                                           \
-  }                                                                                 \
-  namespace avx2 {                                                                  \
-  extern const Type name;                                                           \
-  }                                                                                 \
-  namespace avx512 {                                                                \
-  extern const Type name;                                                           \
-  }                                                                                 \
-  static const Type& name##_by_isa(int isa) {                                       \
-    static const Type* const tables[] = {&plain::name, &avx2::name, &avx512::name}; \
-    return *tables[isa];                                                            \
+#define ETE_KERNEL_TABLE(Type, name)                                                             \
+  namespace plain {                                                                              \
+  extern const Type name;                                                                        \
+  }                                                                                              \
+  namespace avx2 {                                                                               \
+  extern const Type name;                                                                        \
+  }                                                                                              \
+  namespace avx512 {                                                                             \
+  extern const Type name;                                                                        \
+  }                                                                                              \
+  static const Type& name##_by_isa(int isa) {                                                    \
+    static const std::array<const Type*, 3> tables = {&plain::name, &avx2::name, &avx512::name}; \
+    return *tables.at(size_t(isa));                                                              \
   }
 #else
 #define ETE_KERNEL_TABLE(Type, name) \

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "address.hpp"
 #include "bindings.hpp"
 #include "isa.hpp"
 #include "linear.hpp"
@@ -18,13 +19,6 @@ namespace ete {
 ETE_KERNEL_TABLE(LinearKernels, linear_kernels)
 
 namespace {
-
-using Address = uint64_t;
-
-template <typename T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 // Weights that share an input, bound to a pool and an instruction set: made once, called once per pass.
 class LinearOp {

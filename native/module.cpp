@@ -6,6 +6,7 @@ NB_MODULE(_native, m) {
   m.doc() = "Native CPU library of EdgeTransformerEngine.";
   ete::bind_pool(m);
   ete::bind_linear(m);
+  ete::bind_batch(m);
   ete::bind_attention(m);
   ete::bind_elementwise(m);
   ete::bind_formats(m);

@@ -1,3 +1,4 @@
+// Binds the thread pool, the choice of instruction sets, and the measurement of memory speed.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -1,3 +1,4 @@
+// Binds strings by content and the merging of words.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
@@ -5,6 +6,7 @@
 #include <cmath>
 #include <memory>
 #include <stdexcept>
+#include <string>
 
 #include "bindings.hpp"
 #include "word_merging.hpp"
@@ -26,13 +28,21 @@ struct PyStringIndex {
 
   PyStringIndex(nb::bytes data_, Vector<int64_t> starts_) : data(std::move(data_)), starts(std::move(starts_)) {
     const auto count = static_cast<int64_t>(starts.shape(0)) - 1;
-    if (count < 0 || count > INT32_MAX / 2) throw std::invalid_argument("starts");
+    if (count < 0 || count > INT32_MAX / 2) {
+      throw std::invalid_argument("starts has " + std::to_string(count + 1) + " entries; needed: 1 to 2^30");
+    }
     int64_t end = 0;
     for (int64_t i = 0; i < count; ++i) {
-      if (starts.data()[i] < end || starts.data()[i + 1] - 8 < starts.data()[i]) throw std::invalid_argument("starts");
+      if (starts.data()[i] < end || starts.data()[i + 1] - 8 < starts.data()[i]) {
+        throw std::invalid_argument("starts[" + std::to_string(i) +
+                                    "] is not where a string begins after the one before");
+      }
       end = starts.data()[i + 1] - 8;
     }
-    if (end > static_cast<int64_t>(data.size())) throw std::invalid_argument("starts");
+    if (end > static_cast<int64_t>(data.size())) {
+      throw std::invalid_argument("starts reaches to byte " + std::to_string(end) + " of " +
+                                  std::to_string(data.size()) + " bytes of data");
+    }
     const char* bytes = data.c_str();
     const nb::gil_scoped_release release;
     index = std::make_unique<StringIndex>(bytes, starts.data(), count);
@@ -64,7 +74,8 @@ std::vector<int32_t> merge_by_score(const PyStringIndex& tokens, Vector<bool> me
                                     Vector<int32_t> byte_ids, nb::list words) {
   const auto count = static_cast<size_t>(tokens.index->count());
   if (mergeable.shape(0) != count || scores.shape(0) != count || byte_ids.shape(0) != 256) {
-    throw std::invalid_argument("vocabulary");
+    throw std::invalid_argument("mergeable and scores need an entry for each of " + std::to_string(count) +
+                                " tokens, byte_ids 256");
   }
   const ScoredPieces vocabulary{*tokens.index, mergeable.data(), scores.data(), byte_ids.data()};
   return encode_words(vocabulary, std::move(words));

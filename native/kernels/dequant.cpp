@@ -1,3 +1,4 @@
+// Part of a weight row as floats, by format: what the GEMM and embedding rows read.
 #include "kernels/dequant.hpp"
 
 #include "kernels/linear_parts.hpp"

@@ -2,15 +2,15 @@
 // g + 31.
 //
 // A Decoder<format> has
-//   codes<Centred>(row, g, c)   the 32 codes of a group as floats in column order. With Centred, kCentre is taken off:
-//   a
-//                               format with minimums then has codes on both sides of zero and sums without
-//                               cancellation. Formats without minimums take their zero point off always.
-//   kBytes, kPlanes             bytes of a group's codes (low bits) in plane 0; number of planes
-//   scales(row, g0, n, s, m)    kSub scales per group (one per 32 / kSub columns) and, when kMinimum, one minimum per
-//   group:
-//                               value = code * scale + minimum. g0 is a multiple of 8; s and m are padded with zeros to
-//                               multiples of W.
+//   codes<Centred>(row, g, c)
+//     the 32 codes of a group as floats in column order. With Centred, kCentre is taken off: a format with minimums
+//     then has codes on both sides of zero and sums without cancellation. Formats without minimums take their zero
+//     point off always.
+//   kBytes, kPlanes
+//     bytes of a group's codes (low bits) in plane 0; number of planes
+//   scales(row, g0, n, s, m)
+//     kSub scales per group (one per 32 / kSub columns) and, when kMinimum, one minimum per group:
+//     value = code * scale + minimum. g0 is a multiple of 8; s and m are padded with zeros to multiples of W.
 // Products code * scale are exact in fp32 for every format (at most 24 significant bits), so that value is rounded
 // once.
 #pragma once
@@ -25,8 +25,7 @@ constexpr int kParts = kGroup / W;  // vectors per group
 template <Format F>
 struct Decoder;
 
-// ---- Codes as floats, in order
-// ------------------------------------------------------------------------------------------
+// ---- Floats ---------------------------------------------------------------------------------------------------------
 
 // `n` elements (n <= 32) of a row of floats, zeros after them.
 template <Format F>
@@ -66,8 +65,7 @@ struct Decoder<Format::F16> : FloatDecoder<Format::F16> {};
 template <>
 struct Decoder<Format::BF16> : FloatDecoder<Format::BF16> {};
 
-// ---- Quantized codes
-// ----------------------------------------------------------------------------------------------------
+// ---- Quantized codes ------------------------------------------------------------------------------------------------
 
 // 4 to 6 bit codes less `zero`: nibbles at p (byte j: column j low, column j + 16 high), bit 4 of column i in bit i of
 // the first high word, bit 5 in the second.
@@ -317,8 +315,7 @@ struct Decoder<Format::Q6_K> {
   }
 };
 
-// ---- Values
-// -------------------------------------------------------------------------------------------------------------
+// ---- Values ---------------------------------------------------------------------------------------------------------
 
 // Columns [col, col + cols) of one row as fp32, equal to the gguf package's, zeros after them up to a multiple of 32.
 // `col` is a multiple of 256.

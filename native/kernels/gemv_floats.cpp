@@ -1,3 +1,4 @@
+// The GEMV of F32, F16 and BF16: apart from the others, so that they compile side by side.
 #include "kernels/gemv.hpp"
 #include "kernels/linear_parts.hpp"
 

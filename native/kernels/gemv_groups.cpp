@@ -1,3 +1,4 @@
+// The GEMV of formats with one scale per 32 columns.
 #include "kernels/gemv.hpp"
 #include "kernels/linear_parts.hpp"
 

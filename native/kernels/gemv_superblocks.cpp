@@ -1,3 +1,4 @@
+// The GEMV of formats with superblocks of 256 columns.
 #include "kernels/gemv.hpp"
 #include "kernels/linear_parts.hpp"
 

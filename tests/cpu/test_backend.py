@@ -142,6 +142,15 @@ def test_threads_that_the_system_refuses_are_a_capacity_error() -> None:
     assert "--threads" in result.stdout
 
 
+def test_numbers_of_instruction_sets_are_checked() -> None:
+    pool = _native.ThreadPool(1)
+    for isa in (-1, 3):
+        with pytest.raises(IndexError):
+            _native.ElementwiseOps(pool, isa)
+        with pytest.raises(IndexError):
+            _native.AttentionOp(pool, isa, 0, 4, 2, 64, 64, 0, 1.0, 0.0, 0, True)
+
+
 def test_allocated_memory_is_aligned() -> None:
     for nbytes in (1, 1000, 5 << 20):
         address, owner = CpuBackend(1).allocate(nbytes)

@@ -75,7 +75,7 @@ def test_scores_that_do_not_fit() -> None:
     flags, scores, ids = np.ones(2, np.bool_), np.zeros(2, np.float32), np.zeros(256, np.int32)
     assert merge_by_score(index, flags, scores, ids, ["ba"]) == [1, 0]
     for arguments in ((flags[:1], scores, ids), (flags, scores[:1], ids), (flags, scores, ids[:255])):
-        with pytest.raises(ValueError, match="vocabulary"):
+        with pytest.raises(ValueError, match="each of 2 tokens, byte_ids 256"):
             merge_by_score(index, *arguments, ["ba"])
 
 
