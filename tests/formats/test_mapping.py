@@ -38,15 +38,6 @@ def test_bytes_size_and_address(file_path: Path) -> None:
         file.check_unchanged()
 
 
-def test_released_pages_can_be_read_again(file_path: Path) -> None:
-    file = MappedModelFile(file_path)
-    content = file_path.read_bytes()
-    for offset, nbytes in [(0, file.nbytes), (1, PAGE), (PAGE - 1, 2), (file.nbytes - 1, 1), (5, 0)]:
-        file.release_pages(offset, nbytes)
-        assert file.view(0, file.nbytes).tobytes() == content
-    file.close()
-
-
 def test_truncation_under_the_mapping_is_an_error_naming_the_file(file_path: Path) -> None:
     file = MappedModelFile(file_path)
     view = file.view(0, file.nbytes)

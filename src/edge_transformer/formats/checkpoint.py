@@ -21,10 +21,6 @@ class MappedFile(Protocol):
         """Raise FileChangedError when size or mtime differ from when the file was opened, or a read of it faulted."""
         ...
 
-    def release_pages(self, offset: int, nbytes: int) -> None:
-        """Tell the kernel that these bytes have been read and need not stay in this process's memory."""
-        ...
-
     def close(self) -> None: ...
 
 

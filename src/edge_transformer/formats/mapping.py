@@ -76,15 +76,6 @@ class MappedModelFile:
             raise ValueError(f"{self.path}: bytes {offset} to {offset + nbytes} of {self.nbytes}")
         return np.frombuffer(self._mapping, np.uint8, nbytes, offset)
 
-    def release_pages(self, offset: int, nbytes: int) -> None:
-        """Tell the kernel that the whole pages in these bytes are not needed any more in this process's memory."""
-        if self._mapping is None:
-            raise ValueError(f"{self.path} is closed")
-        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = min(offset + nbytes, self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if first < last:
-            self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
-
     def close(self) -> None:
         """Unmap the file; while views of it are alive, the memory goes with the last one. Closing twice is harmless."""
         mapping, self._mapping = self._mapping, None
