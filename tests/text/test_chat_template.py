@@ -159,6 +159,14 @@ def test_the_template_decides_what_it_refuses() -> None:
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ strftime_now(1) }}",
         "{% include 'other' %}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '{:>1000000000}'.format(1) }}",
+        "{{ '{:>{}}'.format(1, 1000000000) }}",
+        "{{ 'a'.center(1000000000) }}",
+        "{{ 'a'.zfill(1000000000) }}",
+        "{% set n = namespace(s='a') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s='a') %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
     ],
 )
 def test_faults_inside_a_template(source: str) -> None:
@@ -169,6 +177,34 @@ def test_faults_inside_a_template(source: str) -> None:
 def test_a_template_that_is_no_jinja() -> None:
     with pytest.raises(TextError, match="not valid Jinja in line 2"):
         render("a\n{% if %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for i in range(99999) recursive %}{{ loop(range(99999)) if loop.depth < 5 }}{% endfor %}",
+        "{% for i in range(9) %}" * 15 + "{% endfor %}" * 15,
+    ],
+)
+def test_a_template_without_end_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jinja_sandbox, "RENDER_SECONDS", 0.2)
+    with pytest.raises(TextError, match="takes too long"):
+        render(source)
+
+
+def test_a_template_nested_deeper_than_python_compiles_is_refused() -> None:
+    with pytest.raises(TextError, match="not valid Jinja"):
+        render("{% for i in messages %}" * 30 + "x" + "{% endfor %}" * 30)
+
+
+def test_operators_and_formats_of_usual_size_work_as_in_jinja() -> None:
+    assert render("{{ 1 ~ 'a' ~ none ~ [2] ~ 1.5 }}") == "1aNone[2]1.5"
+    assert render("{{ [1] + [2] }}{{ 'a' + 'b' }}{{ 1 + 2.5 }}{{ 7 % 4 }}{{ 'x' * 3 }}") == "[1, 2]ab3.53xxx"
+    assert render("{{ '%05d|%s' % (7, 'y') }}{{ '{:>4}|{n}'.format('z', n=1) }}{{ 'a'.center(5) }}") == (
+        "00007|y   z|1  a  "
+    )
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

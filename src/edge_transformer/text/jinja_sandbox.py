@@ -15,12 +15,11 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from edge_transformer.errors import TextError
+from edge_transformer.text.jinja_bounds import RENDER_SECONDS, BoundedEnvironment, time_limit
 
-MAX_REPEATED = 1 << 26
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -28,6 +27,7 @@ _TEMPLATE_FAULTS = (
     LookupError,
     MemoryError,
     RuntimeError,  # RecursionError too
+    SyntaxError,  # Python's, for loops nested deeper than it compiles
     TypeError,
     ValueError,
 )
@@ -43,15 +43,18 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def render_bounded(template: jinja2.Template, variables: Mapping[str, object], max_chars: int) -> str:
-    """What `template` writes; TextError with its own message when it fails, or when it writes more than `max_chars`."""
+    """What `template` writes; TextError with its own message when it fails, takes longer than RENDER_SECONDS, or
+    writes more than `max_chars`.
+    """
     pieces = []
     total = 0
     try:
-        for piece in template.generate(**variables):
-            total += len(piece)
-            if total > max_chars:
-                raise TextError(f"the model's chat template writes more than {max_chars} characters")
-            pieces.append(piece)
+        with time_limit(RENDER_SECONDS):
+            for piece in template.generate(**variables):
+                total += len(piece)
+                if total > max_chars:
+                    raise TextError(f"the model's chat template writes more than {max_chars} characters")
+                pieces.append(piece)
     except _TEMPLATE_FAULTS as error:
         reason = str(error) or type(error).__name__
         raise TextError(f"the model's chat template refuses this conversation: {reason}") from error
@@ -70,21 +73,6 @@ class _GenerationTag(Extension):
 
     def _render(self, caller: Callable[[], str]) -> str:
         return caller()
-
-
-class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The immutable sandbox, which also refuses to repeat a sequence or raise a number beyond reason."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and (abs(left) > MAX_REPEATED or abs(right) > 64):
-            raise OverflowError(f"{left} ** {right} is refused")
-        if operator == "*":
-            for sequence, count in ((left, right), (right, left)):
-                if hasattr(sequence, "__len__") and isinstance(count, int) and len(sequence) * count > MAX_REPEATED:
-                    raise OverflowError(f"a sequence of {len(sequence)} repeated {count} times is refused")
-        return super().call_binop(context, operator, left, right)
 
 
 class _TemplateNamespace(Namespace):
@@ -111,8 +99,8 @@ class _TemplateDict:
         return dict.fromkeys(*args)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
