@@ -289,3 +289,12 @@ def test_real_models_pass(tmp_path: Path) -> None:
     gemma = read_model(open_checkpoint(gemma3_path())).config
     assert [layer for layer, window in enumerate(gemma.layer_windows) if window is None] == [5, 11, 17]
     assert [rope.theta for rope in gemma.ropes] == [1e6, 1e4]
+
+
+def test_more_tokens_than_rows_of_the_embedding_are_refused(files: dict[str, Checkpoint]) -> None:
+    rows = files["llama"].tensors["token_embd.weight"].shape[0]
+    names = [f"<{index}>" for index in range(rows + 1)]
+    read_model(changed(files["llama"], {"tokenizer.ggml.tokens": names[:rows]}))
+    text = refusal(changed(files["llama"], {"tokenizer.ggml.tokens": names}))
+    assert f"{rows + 1} tokens" in text
+    assert f"{rows} rows" in text

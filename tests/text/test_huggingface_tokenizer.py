@@ -164,6 +164,13 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         huggingface_tokenizer(folder)
 
 
+def test_a_tokenizer_that_cuts_by_chance_is_refused(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.model.dropout = 0.1
+    with pytest.raises(TextError, match=r"dropout 0\.1"):
+        huggingface_tokenizer(folder_with(tmp_path, backend))
+
+
 def test_a_named_token_that_does_not_exist(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, byte_level(), tokenizer_config={"bos_token": "<s>"})
     with pytest.raises(TextError, match=r"bos_token.*'<s>'.*not in its vocabulary"):

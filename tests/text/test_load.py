@@ -14,6 +14,7 @@ from edge_transformer.text.chat_template import MAX_TEMPLATE_CHARS
 from edge_transformer.text.chat_template_files import gguf_chat_template, huggingface_chat_template
 from edge_transformer.text.end_tokens import gguf_end_token_ids, huggingface_end_token_ids
 from edge_transformer.text.gguf_tokenizer import gguf_tokenizer
+from edge_transformer.text.huggingface_tokenizer import huggingface_tokenizer
 from edge_transformer.text.load import load_text
 from text.tokenizer_files import byte_level_metadata, byte_level_tokenizer, sentencepiece_metadata
 
@@ -150,6 +151,15 @@ def test_unusable_end_tokens(tmp_path: Path, value: object) -> None:
     write(tmp_path / "generation_config.json", {"eos_token_id": value})
     with pytest.raises(TextError, match="must be a token id or a list of them"):
         huggingface_end_token_ids(tmp_path, gguf_tokenizer(METADATA))
+
+
+@pytest.mark.parametrize("value", [99999, [2, 99999], 2**31, 2**70])
+def test_end_tokens_that_the_tokenizer_lacks(tmp_path: Path, value: object) -> None:
+    write(tmp_path / "config.json", {"eos_token_id": value})
+    BACKEND.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (gguf_tokenizer(METADATA), huggingface_tokenizer(tmp_path)):
+        with pytest.raises(TextError, match=r"config\.json names token \d+, which the tokenizer does not have"):
+            huggingface_end_token_ids(tmp_path, tokenizer)
 
 
 def test_both_containers_give_the_same_text(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,6 +125,12 @@ def _vocab_size(fields: GgufFields) -> int:
         fields.model.refuse("vocab_size", f"the file has no matrix {GGUF_NAMES.names['embedding']!r}")
     rows = embedding.shape[0]
     fields.model.only("vocab_size", rows, reason=f"the embedding has {rows} rows")
+    tokens = fields.general.raw("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sized) and len(tokens) > rows:
+        raise UnsupportedModelError(
+            f"{embedding.file.path}: field 'tokenizer.ggml.tokens' has {len(tokens)} tokens, but "
+            f"{embedding.name!r} only {rows} rows: the tokenizer is that of another model"
+        )
     return rows
 
 

@@ -65,9 +65,14 @@ def _read_backend(folder: Path) -> Backend:
     if size > MAX_JSON_BYTES:
         raise TextError(f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} read as a tokenizer")
     try:
-        return Backend.from_file(str(path))
+        backend = Backend.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise TextError(f"{path} is not a tokenizer that can be read: {error}") from error
+    if dropout := getattr(backend.model, "dropout", None):
+        raise TextError(
+            f"{path} has model.dropout {dropout}, which cuts the same text differently each time: remove it"
+        )
+    return backend
 
 
 def _named_id(backend: Backend, named: Mapping[str, str], name: str) -> int | None:
