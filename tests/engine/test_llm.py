@@ -13,7 +13,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edge_transformer import LLM
-from edge_transformer.errors import TextError, UsageError
+from edge_transformer.cpu.backend import CpuBackend
+from edge_transformer.engine.weights import HostWeights
+from edge_transformer.errors import CapacityError, TextError, UsageError
+from edge_transformer.formats.mapping import MappedModelFile
 from tiny.models import MODELS
 from tiny.weights import make_weights
 from tiny.write import write_hf
@@ -45,6 +48,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(path: Path) -> Iterator[LLM]:
     with LLM(path, threads=2) as llm:
         yield llm
+
+
+def test_what_is_open_is_closed_when_the_engine_cannot_be_made(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def fail(*arguments: object) -> None:
+        raise CapacityError("no room for the workspace")
+
+    def record(owner: type, name: str) -> None:
+        original = owner.close  # type: ignore[attr-defined]
+        monkeypatch.setattr(owner, "close", lambda self: (closed.append(name), original(self)))
+
+    monkeypatch.setattr(CpuBackend, "reserve", fail)
+    record(HostWeights, "weights")
+    record(CpuBackend, "backend")
+    record(MappedModelFile, "file")
+    with pytest.raises(CapacityError, match="no room"):
+        LLM(path, threads=1)
+    assert closed == ["weights", "backend", "file"]
 
 
 def test_stream_of_a_closed_model_is_an_error(llm: LLM) -> None:

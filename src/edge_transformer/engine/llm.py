@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,19 +68,19 @@ class LLM:
         if kv_dtype not in KV_DTYPES:
             raise UsageError(f"kv_dtype is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
         self.path = resolve(model, offline=offline, progress=progress)
-        self._checkpoint = open_checkpoint(self.path)
-        try:
+        with contextlib.ExitStack() as undo:  # what is open when something fails
+            self._checkpoint = open_checkpoint(self.path)
+            undo.callback(self._checkpoint.close)
             self._spec = read_model(self._checkpoint)
             self.context_length = _context_length(self._spec.config, context_length)
             self._backend, load_threads = _make_backend(backend, threads)
-            weights, self._text = load_weights_and_text(self._checkpoint, self._spec, load_threads, progress)
+            undo.callback(self._backend.close)
+            self._weights, self._text = load_weights_and_text(self._checkpoint, self._spec, load_threads, progress)
+            undo.callback(self._weights.close)
             from edge_transformer.engine.core import Engine
 
-            self.engine = Engine(self._checkpoint, self._spec, self._backend, weights, KV_DTYPES[kv_dtype])
-        except BaseException:
-            self._checkpoint.close()
-            raise
-        self._weights = weights
+            self.engine = Engine(self._checkpoint, self._spec, self._backend, self._weights, KV_DTYPES[kv_dtype])
+            undo.pop_all()
         self._kept_lock = threading.Lock()
         self._kept: tuple[EngineSequence, int] | None = None
         self._closed = False
