@@ -1,0 +1,228 @@
+"""The whole engine on the emulated GPU: every residency mode gives the same bits; a wait that is left out is found.
+
+Queues run in a random order by seed, memory is poisoned while it is free or being filled, and the order of work on every
+block is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_transformer.cpu.backend import CpuBackend
+from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
+from edge_transformer.engine.weights import HostWeights
+from edge_transformer.errors import CapacityError, NumericError
+from edge_transformer.formats.open import open_checkpoint
+from edge_transformer.models.read import read_model
+from edge_transformer.ops.tensor import DType
+from edge_transformer.placement.plan import HeadPlace, Wishes
+from emulator import EmulatedGpu, RaceError
+from tiny.models import MODELS
+from tiny.run import open_engine, run
+from tiny.weights import make_weights, prompts
+from tiny.write import write_hf
+
+BUDGET = 1 << 28
+ROWS = 64
+
+MODES = {
+    "all resident": Wishes(BUDGET, resident_layers=-1, kv_offload=False, head=HeadPlace.GPU),
+    "streamed by layers": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=False, head=HeadPlace.GPU),
+    "one resident, three slots": Wishes(BUDGET, resident_layers=1, slots=3, kv_offload=False, head=HeadPlace.GPU),
+    "KV cache on the host": Wishes(BUDGET, resident_layers=-1, kv_offload=True, head=HeadPlace.GPU),
+    "all streamed, KV cache on the host": Wishes(
+        BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.GPU
+    ),
+}
+
+
+@dataclass
+class Opened:
+    engine: Engine
+    gpu: EmulatedGpu
+    arena_bytes: int
+
+
+def open_on_gpu(
+    path: Path,
+    wishes: Wishes,
+    seed: int = 0,
+    capability: tuple[int, int] = (7, 5),
+    context: int = 1024,
+    gpu: EmulatedGpu | None = None,
+    kv_dtype: DType = DType.F32,
+) -> Opened:
+    checkpoint = open_checkpoint(path)
+    spec = read_model(checkpoint)
+    gpu = gpu or EmulatedGpu(seed, capability=capability)
+    engine, plan = open_gpu_engine(
+        gpu,
+        checkpoint,
+        spec,
+        HostWeights(checkpoint, spec),
+        CpuBackend(1),
+        kv_dtype,
+        GpuOptions(wishes, context, sequences=2),
+        max_rows=ROWS,
+    )
+    return Opened(engine, gpu, plan.arena_bytes)
+
+
+def pieces(engine: Engine, tokens: list[int], chunk: int, decoded: int) -> np.ndarray:
+    """Logits [len(tokens), V]: all but the last `decoded` tokens in prompt chunks, those one by one."""
+    sequence = engine.new_sequence()
+    logits = []
+    split = len(tokens) - decoded
+    for start in range(0, split, chunk):
+        result = engine.step([Chunk(sequence, tokens[start : min(start + chunk, split)], "prompt", "all")])
+        assert result is not None
+        logits.append(result.logits())
+    for token in tokens[split:]:
+        result = engine.step([Chunk(sequence, [token], "decode", "all")])
+        assert result is not None
+        logits.append(result.logits())
+    sequence.close()
+    return np.concatenate(logits)
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, 131, count).tolist()
+    return ids
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def model_path(folder: Path, name: str) -> Path:
+    path = folder / name
+    return path if path.exists() else write_hf(path, MODELS[name].config, make_weights(MODELS[name]))
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Engine]]:
+    engines: list[Engine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)], ids=["sm_75", "sm_80"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_every_mode_gives_the_same_bits(
+    folder: Path, closing: list[Engine], name: str, capability: tuple[int, int]
+) -> None:
+    tokens = tokens_of(50)
+    results = {}
+    for seed, (mode, wishes) in enumerate(MODES.items()):
+        opened = open_on_gpu(model_path(folder, name), wishes, seed, capability)
+        closing.append(opened.engine)
+        results[mode] = pieces(opened.engine, tokens, (64, 17)[seed % 2], 3)
+    first = results["all resident"]
+    for mode, logits in results.items():
+        assert np.array_equal(first, logits), mode
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_families_are_close_to_the_oracle(folder: Path, closing: list[Engine], name: str) -> None:
+    """Bound of the correctness chain: 1e-5 of the largest logit."""
+    if name not in MODELS:
+        name = next(model for model in MODELS if model.startswith(name.split("_")[0]))
+    opened = open_on_gpu(model_path(folder, name), MODES["all streamed, KV cache on the host"])
+    oracle = open_engine(model_path(folder, name), "reference")
+    closing += [opened.engine, oracle]
+    for ours, theirs in zip(
+        run(opened.engine, [p[:40] for p in prompts(MODELS[name])], "interleaved"),
+        run(oracle, [p[:40] for p in prompts(MODELS[name])], "one_piece"),
+        strict=True,
+    ):
+        assert np.abs(ours - theirs).max() <= 1e-5 * max(1.0, np.abs(theirs).max())
+
+
+def test_offload_over_several_tiles(folder: Path, closing: list[Engine]) -> None:
+    """560 positions: a full tile and a part; with and without a window."""
+    for name in ("llama", "gemma2"):
+        tokens = tokens_of(560, 1)
+        resident = open_on_gpu(model_path(folder, name), MODES["all resident"])
+        offloaded = open_on_gpu(model_path(folder, name), MODES["KV cache on the host"], seed=3)
+        closing += [resident.engine, offloaded.engine]
+        assert np.array_equal(pieces(resident.engine, tokens, 64, 2), pieces(offloaded.engine, tokens, 64, 2))
+
+
+def test_output_projection_on_the_cpu_is_close(folder: Path, closing: list[Engine]) -> None:
+    tokens = tokens_of(30, 2)
+    wishes = Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.CPU)
+    on_cpu = open_on_gpu(model_path(folder, "gemma2"), wishes)
+    on_gpu = open_on_gpu(model_path(folder, "gemma2"), MODES["all resident"])
+    closing += [on_cpu.engine, on_gpu.engine]
+    ours, theirs = pieces(on_cpu.engine, tokens, 64, 2), pieces(on_gpu.engine, tokens, 64, 2)
+    assert np.abs(ours - theirs).max() <= 1e-5 * max(1.0, np.abs(theirs).max())
+
+
+def test_smallest_budget_runs_and_one_byte_less_is_refused(folder: Path, closing: list[Engine]) -> None:
+    path = model_path(folder, "llama")
+    least = Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.CPU)
+    by_segment = open_on_gpu(path, Wishes(least.budget_bytes)).arena_bytes
+    assert by_segment <= BUDGET
+    with pytest.raises(CapacityError, match="least that would do is"):
+        open_on_gpu(path, Wishes(1000))
+
+
+def test_arena_does_not_grow_with_the_context(folder: Path, closing: list[Engine]) -> None:
+    wishes = MODES["all streamed, KV cache on the host"]
+    sizes = set()
+    for context in (64, 1024):
+        opened = open_on_gpu(model_path(folder, "llama"), wishes, context=context)
+        closing.append(opened.engine)
+        sizes.add(opened.arena_bytes)
+    assert len(sizes) == 1
+
+
+def test_a_cancelled_pass_leaves_the_slots_usable(folder: Path, closing: list[Engine]) -> None:
+    opened = open_on_gpu(model_path(folder, "llama"), MODES["streamed by layers"], seed=5)
+    closing.append(opened.engine)
+    tokens = tokens_of(20, 3)
+    expected = pieces(opened.engine, tokens, 64, 1)
+    sequence = opened.engine.new_sequence()
+    for stop_at in (0, 1, 2):
+        answers = iter([False] * stop_at + [True])
+        assert opened.engine.step([Chunk(sequence, tokens, "prompt")], answers.__next__) is None
+    assert np.array_equal(pieces(opened.engine, tokens, 64, 1), expected)
+
+
+class _ForgetfulGpu(EmulatedGpu):
+    """Leaves out the waits of one stream."""
+
+    forgotten = ""
+
+    def wait(self, stream, event) -> None:  # type: ignore[no-untyped-def]
+        if stream.name != self.forgotten:
+            super().wait(stream, event)
+
+
+@pytest.mark.parametrize("forgotten", ["weight copies", "compute", "KV copies"])
+@pytest.mark.parametrize("check_order", [True, False], ids=["by order", "by value"])
+def test_a_wait_left_out_is_found(folder: Path, forgotten: str, check_order: bool) -> None:
+    """Both dependencies of a slot, and those of the KV buffers, are needed: without one, some order gives an error or
+    other bits.
+    """
+    tokens = tokens_of(24, 4)
+    wishes = MODES["all streamed, KV cache on the host"]
+    expected = pieces(open_on_gpu(model_path(folder, "llama"), wishes).engine, tokens, 64, 2)
+    for seed in range(20):
+        gpu = _ForgetfulGpu(seed, check_order=check_order)
+        gpu.forgotten = forgotten
+        try:
+            logits = pieces(open_on_gpu(model_path(folder, "llama"), wishes, gpu=gpu).engine, tokens, 64, 2)
+        except (RaceError, NumericError):
+            return
+        if not np.array_equal(logits, expected):
+            return
+    pytest.fail(f"20 random orders without the waits of stream {forgotten!r} went unnoticed")
