@@ -1,7 +1,6 @@
 """The whole engine on the emulated GPU: every residency mode gives the same bits; a wait that is left out is found.
 
-Queues run in a random order by seed, memory is poisoned while it is free or being filled, and the order of work on every
-block is checked.
+Queues run in a random order by seed, memory is poisoned while it is free or being filled, the order of work is checked.
 """
 
 from __future__ import annotations
