@@ -19,7 +19,12 @@ typedef unsigned int uint32_t;
 typedef long long int64_t;
 typedef unsigned long long uint64_t;
 
+// A kernel that would rather have registers than blocks beside it defines ETE_MIN_BLOCKS (1) before its includes.
+#ifdef ETE_MIN_BLOCKS
+#define ETE_LAUNCH_BOUNDS __launch_bounds__(ETE_THREADS, ETE_MIN_BLOCKS)
+#else
 #define ETE_LAUNCH_BOUNDS __launch_bounds__(ETE_THREADS)
+#endif
 // `type name[count]` in shared memory, aligned to 16 bytes, undefined at first.
 #define ETE_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 // `type *name`: the shared memory whose size the launch gives. Once in a kernel.
