@@ -18,6 +18,8 @@ from edge_transformer.formats.weight import WeightFormat
 pytestmark = pytest.mark.compile_matrix
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 120)
+# Only the assembler tells these from 80: every third kernel, to keep the whole within minutes.
+SPARSE = {86: 3, 89: 3}
 CACHE = KernelCache(Path(__file__).parents[2] / "build/compile-matrix")
 REGISTER_FILE = 65536  # registers of a multiprocessor, all architectures
 STATIC_SHARED_LIMIT = 48 << 10
@@ -35,7 +37,7 @@ def all_sources(capability: tuple[int, int]) -> list[KernelSource]:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel(arch: int) -> None:
-    sources = all_sources((arch // 10, arch % 10))
+    sources = all_sources((arch // 10, arch % 10))[:: SPARSE.get(arch, 1)]
     assert len(sources) > 50
     problems = []
     for kernel in compile_all(sources, arch, cache=CACHE):

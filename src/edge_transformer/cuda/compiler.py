@@ -29,7 +29,8 @@ KERNEL_FOLDER = Path(__file__).parent / "kernels"
 OLDEST = 75
 
 # Products are contracted only where the source says fmaf: otherwise each specialisation would round in its own way.
-OPTIONS = ("-std=c++17", "--fmad=false", "--generate-line-info", "--ptxas-options=-v")
+# No line information: it makes the code four to nine times as large.
+OPTIONS = ("-std=c++17", "--fmad=false", "--ptxas-options=-v")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _USED = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
