@@ -187,6 +187,21 @@ def test_damaged_state_is_a_format_error(tmp_path: Path, keep: int) -> None:
         Sequence.load(path, SHAPE)
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [np.arange(699), np.full(700, -1), np.full(700, 1.5), np.full(700, "1"), np.zeros((700, 1), np.int64)],
+    ids=["fewer", "negative", "not whole", "text", "two axes"],
+)
+def test_tokens_that_the_header_does_not_announce_are_refused(tmp_path: Path, tokens: np.ndarray) -> None:
+    _filled(SHAPE, 700).save(tmp_path / "state")
+    with np.load(tmp_path / "state") as archive:
+        arrays = dict(archive)
+    with (tmp_path / "other").open("wb") as file:
+        np.savez(file, **{**arrays, "tokens": tokens})
+    with pytest.raises(FormatError, match="list of tokens is damaged"):
+        Sequence.load(tmp_path / "other", SHAPE)
+
+
 @given(damage=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8))
 @settings(max_examples=300, deadline=None)
 def test_any_damage_is_a_format_error_or_without_effect(damage: list[tuple[float, int]]) -> None:

@@ -128,7 +128,15 @@ class Sequence:
                     raise FormatError(path, f"state version {header['version']}, this program reads {_SAVE_VERSION}")
                 if header["fingerprint"] != shape.fingerprint:
                     raise FormatError(path, "this state was saved with another model or another --kv-dtype")
-                sequence.tokens = [int(token) for token in archive["tokens"]]
+                tokens = archive["tokens"]
+                if (
+                    tokens.ndim != 1
+                    or tokens.dtype != np.int64
+                    or len(tokens) != header["tokens"]
+                    or (tokens < 0).any()
+                ):
+                    raise FormatError(path, "its list of tokens is damaged")
+                sequence.tokens = tokens.tolist()
                 for index in range(len(shape.layers)):
                     sequence._load_layer(index, int(archive[f"first.{index}"][0]), archive[f"tiles.{index}"], path)
         except _faults_of_damage() as error:
