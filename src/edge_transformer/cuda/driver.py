@@ -350,7 +350,8 @@ class CudaGpu:
         source = compiled.source
         status, module = self._driver.cuModuleLoadData(compiled.code)
         self._check(status, "cuModuleLoadData", (source.file, source.entry, compiled.target))
-        function = self.call("cuModuleGetFunction", module, source.entry.encode())
+        status, function = self._driver.cuModuleGetFunction(module, source.entry.encode())
+        self._check(status, "cuModuleGetFunction", (source.file, source.entry))
         return CudaKernel(compiled, module, function, self._parameter_sizes(function))
 
     def _parameter_sizes(self, function: Any) -> list[int] | None:
