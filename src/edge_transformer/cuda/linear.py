@@ -276,8 +276,9 @@ def _has_tail(weight_format: WeightFormat, cols: int) -> bool:
 
 
 def _gemv_shared_bytes(weight_format: WeightFormat, batch: int, cols: int) -> int:
-    """x of `batch` rows: whole steps of a warp, 8192 numbers at most (gemv.cu)."""
-    return batch * 4 * min(8192 // batch, round_up(cols, _WARP * _unit_columns(weight_format)))
+    """x of `batch` rows: whole steps of a warp, 8192 numbers at most, and a sum for 16 or 32 of them (gemv.cu)."""
+    numbers = min(8192 // batch, round_up(cols, _WARP * _unit_columns(weight_format)))
+    return batch * 4 * (numbers + numbers // 16)
 
 
 def _matrix_arguments(

@@ -28,8 +28,8 @@ gemm(const float *__restrict__ x, const int *__restrict__ counts, int cols, int 
      int64_t second1, int64_t third1, int64_t fourth1, const float *__restrict__ bias1, float *__restrict__ out1,
      int rows1, const uint8_t *__restrict__ weight2, int64_t second2, int64_t third2, int64_t fourth2,
      const float *__restrict__ bias2, float *__restrict__ out2, int rows2) {
-  ETE_SHARED(float, weight_tile, kGroup *kPitch);
-  ETE_SHARED(float, x_tile, kGroup *kPitch);
+  ETE_SHARED(float, tiles, 2 * kGroup * kPitch);  // then the results: kTile = 2 * kGroup
+  float *weight_tile = tiles, *x_tile = tiles + kGroup * kPitch;
 
   const LiveRows live = live_rows(counts, kPromptRows);
   const int x_start = static_cast<int>(blockIdx.x) * kTile;
@@ -117,14 +117,22 @@ gemm(const float *__restrict__ x, const int *__restrict__ counts, int cols, int 
       for (int j = 0; j < 4; ++j) totals[i][j] = totals[i][j] + sums[i][j];
   }
 
+  // Through shared memory, so that neighbouring threads write neighbouring outputs.
+  __syncthreads();
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int row = row_start + of_weight + j, x_index = x_start + of_x + i;
-      if (row >= matrix.rows || x_index >= live.count) continue;
-      float y = totals[i][j];
-      if (matrix.bias != nullptr) y = y + matrix.bias[row];
-      finish(matrix.out + static_cast<int64_t>(x_index) * matrix.rows + row, y, epilogue, activation, 0.0f);
-    }
+  for (int i = 0; i < 4; ++i) {
+    store16(tiles + (of_x + i) * kPitch + of_weight,
+            make_float4(totals[i][0], totals[i][1], totals[i][2], totals[i][3]));
+  }
+  __syncthreads();
+  const int row = row_start + thread % kTile;
+  if (row >= matrix.rows) return;
+  const float bias = matrix.bias == nullptr ? 0.0f : matrix.bias[row];
+#pragma unroll 1
+  for (int i = thread / kTile; i < kTile; i += ETE_THREADS / kTile) {
+    if (x_start + i >= live.count) break;
+    const float y = tiles[i * kPitch + thread % kTile];
+    finish(matrix.out + static_cast<int64_t>(x_start + i) * matrix.rows + row, matrix.bias == nullptr ? y : y + bias,
+           epilogue, activation, 0.0f);
+  }
 }

@@ -26,6 +26,9 @@ constexpr int kTileWeights = 128;
 constexpr int kTileX = 64;
 constexpr int kPitch = 20;     // words from one row to the next: 16 of columns, 4 to spread rows over the banks
 constexpr int kWarpsWeights = 4;  // warps along the weight rows; two along x
+constexpr int kResultPitch = kTileWeights + 4;
+constexpr int kTermWords = (kWeightTerms * kTileWeights + kTerms * kTileX) * kPitch;
+constexpr int kTileWords = kTermWords > 32 * kResultPitch ? kTermWords : 32 * kResultPitch;
 constexpr int kScales = scales_per_group(kFormat);
 static_assert(ETE_THREADS == 256, "eight warps, each 32 x 32 outputs");
 
@@ -38,8 +41,8 @@ gemm_mma(const float *__restrict__ x, const int *__restrict__ counts, int cols, 
          int64_t second1, int64_t third1, int64_t fourth1, const float *__restrict__ bias1, float *__restrict__ out1,
          int rows1, const uint8_t *__restrict__ weight2, int64_t second2, int64_t third2, int64_t fourth2,
          const float *__restrict__ bias2, float *__restrict__ out2, int rows2) {
-  ETE_SHARED(uint32_t, weight_tile, kWeightTerms * kTileWeights * kPitch);
-  ETE_SHARED(uint32_t, x_tile, kTerms * kTileX * kPitch);
+  ETE_SHARED(uint32_t, tiles, kTileWords);
+  uint32_t *weight_tile = tiles, *x_tile = tiles + kWeightTerms * kTileWeights * kPitch;
   ETE_SHARED(float, scale_tile, kScales * kTileWeights);
   ETE_SHARED(float, minimum_tile, kTileWeights);
   ETE_SHARED(float, x_sums, kTileX);
@@ -194,17 +197,31 @@ gemm_mma(const float *__restrict__ x, const int *__restrict__ counts, int cols, 
     }
   }
 
+  // Through shared memory, 32 rows of x at a time, so that neighbouring threads write neighbouring outputs.
+  float *results = reinterpret_cast<float *>(tiles);
+#pragma unroll 1
+  for (int part = 0; part < kTileX; part += 32) {
+    __syncthreads();
+    if (warp_x == part) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < 4; ++j)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int row = row_start + warp_weights + 16 * i + 8 * (c / 2) + g;
-        const int of_x = x_start + warp_x + 8 * j + 2 * t + c % 2;
-        if (row >= matrix.rows || of_x >= live.count) continue;
-        float y = totals[i][j][c];
-        if (matrix.bias != nullptr) y = y + matrix.bias[row];
-        finish(matrix.out + static_cast<int64_t>(of_x) * matrix.rows + row, y, epilogue, activation, 0.0f);
-      }
+          for (int c = 0; c < 4; ++c)
+            results[(8 * j + 2 * t + c % 2) * kResultPitch + warp_weights + 16 * i + 8 * (c / 2) + g] = totals[i][j][c];
+    }
+    __syncthreads();
+    const int row = row_start + thread % kTileWeights;
+    if (row >= matrix.rows) continue;
+    const float bias = matrix.bias == nullptr ? 0.0f : matrix.bias[row];
+#pragma unroll 1
+    for (int i = thread / kTileWeights; i < 32; i += ETE_THREADS / kTileWeights) {
+      const int of_x = x_start + part + i;
+      if (of_x >= live.count) break;
+      const float y = results[i * kResultPitch + thread % kTileWeights];
+      finish(matrix.out + static_cast<int64_t>(of_x) * matrix.rows + row, matrix.bias == nullptr ? y : y + bias,
+             epilogue, activation, 0.0f);
+    }
+  }
 }

@@ -1,16 +1,18 @@
 // y = x @ weight.T for decode rows, from the planes of the weights with fp32 activations.
 //
 // A warp makes ETE_ROWS_PER_WARP output rows for up to ETE_BATCH rows of x. Lane l takes the 16-byte units l, l + 32, ...
-// of a row, in that order; per group it sums code * x, then adds scale * sum (and minimum * sum of x); the lanes are
-// added by a tree. So a result depends on its row of x and on the columns alone, whatever ETE_BATCH is.
+// of a row, in that order; per group it sums code * x, then adds scale * sum (and minimum * sum of x, and what unsigned
+// codes are too large by); the lanes are added by a tree. So a result depends on its row of x and on the columns alone,
+// whatever ETE_BATCH is.
 //
-// x goes through shared memory, kChunk columns at a time, with the 16-byte pieces permuted so that the lanes of a
+// x goes through shared memory, kChunk columns at a time, with its sums per group, and the 16-byte pieces permuted so that the lanes of a
 // quarter warp meet different banks. The units of the next ETE_AHEAD steps are under way while those of one are used.
 //
 // Moves the planes of the weights once per 8 rows of x.
 //
 // Macros: ETE_FORMAT, ETE_BATCH (1, 2, 4, 8), ETE_ROWS_PER_WARP, ETE_AHEAD, ETE_GATED (1: out = activation(gate) * up, of the
 // first two matrices, which have as many rows), ETE_TAIL (1: the columns do not fill the last unit).
+#define ETE_MIN_BLOCKS 1  // else some formats spill a few registers to fit one block more
 #include "linear.cuh"
 #include "prelude.cuh"
 #include "rows.cuh"
@@ -30,7 +32,14 @@ constexpr int kUnit = unit_columns(kFormat);
 constexpr int kPieces = kUnit / 4;  // float4 of x in a unit
 constexpr int kStep = kWarp * kUnit;
 constexpr int kChunk = 8192 / kBatch;
+constexpr bool kPlaced = has_placed_codes<kFormat>();
 constexpr int kHalf = kPieces / scales_per_group(kFormat);  // pieces that share a scale
+// Sums of x are kept for as many columns as share a scale, where the format needs them.
+constexpr bool kSums = has_minimum(kFormat) || (kPlaced && code_offset(kFormat) != 0);
+constexpr int kSumColumns = kGroup / scales_per_group(kFormat);
+// Many rows of x make much code of each piece, and little of their time goes into finding it.
+constexpr int kUnrolledPieces = kBatch >= 4 && kPieces > 2 ? 2 : kPieces;
+static_assert(kRows * kBatch <= kWarp, "a lane finishes one output");
 static_assert(kChunk % kStep == 0, "a chunk holds whole steps");
 
 struct Loaded {
@@ -54,7 +63,8 @@ ETE_DEVICE Loaded load_unit(const RowPlanes &row, int unit, int units) {
   return loaded;
 }
 
-// Rows [first, first + rows) of x, columns from `from` on, into shared memory; zero past the last row and column.
+// Rows [first, first + rows) of x, columns from `from` on, into shared memory; zero past the last row and column. Then
+// the sums: [kBatch][chunk / kSumColumns] floats.
 ETE_DEVICE void stage_x(float *shared, int chunk, const float *x, int first, int rows, int cols, int from) {
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
@@ -72,10 +82,20 @@ ETE_DEVICE void stage_x(float *shared, int chunk, const float *x, int first, int
           if (col + 3 < cols) value.w = source[col + 3];
         }
       }
+      if constexpr (kSums) {  // chunk is a multiple of 4 * ETE_THREADS here: all lanes take part
+        float sum = (value.x + value.y) + (value.z + value.w);
+#pragma unroll
+        for (int step = 1; step < kSumColumns / 4; step *= 2) sum = sum + warp_shuffle_xor(sum, step);
+        if (piece % (kSumColumns / 4) == 0) {
+          shared[kBatch * chunk + b * (chunk / kSumColumns) + piece / (kSumColumns / 4)] = sum;
+        }
+      }
+      if constexpr (kPlaced) value = scale_for_places(value);
       store16(shared + b * chunk + 4 * place_of(piece), value);
     }
   }
 }
+static_assert(!kSums || kStep % (4 * ETE_THREADS) == 0, "whole warps stage x");
 
 // Adds one unit of each stream to its sums. `first_piece`: the lane's first piece of x in shared memory.
 template <int streams>
@@ -83,28 +103,26 @@ ETE_DEVICE void multiply(const Loaded (&loaded)[streams], const float *shared, i
                          int cols, float (&sums)[streams][kBatch]) {
   constexpr bool floats = is_float(kFormat);
   float partial[streams][kBatch];
-  float x_sum[kBatch];
   Scales scales[streams];
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b) {
-    x_sum[b] = 0.0f;
+  for (int s = 0; s < streams; ++s) {
+    scales[s] = scales_of<kFormat>(loaded[s].scales, unit * kUnit / kGroup);
 #pragma unroll
-    for (int s = 0; s < streams; ++s) partial[s][b] = floats ? sums[s][b] : 0.0f;
+    for (int b = 0; b < kBatch; ++b) partial[s][b] = floats ? sums[s][b] : 0.0f;
   }
-#pragma unroll
-  for (int s = 0; s < streams; ++s) scales[s] = scales_of<kFormat>(loaded[s].scales, unit * kUnit / kGroup);
-#pragma unroll
+#pragma unroll kUnrolledPieces
   for (int piece = 0; piece < kPieces; ++piece) {
     float4 x[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      x[b] = load16_float(shared + b * chunk + 4 * place_of(first_piece + piece));
-      if constexpr (has_minimum(kFormat)) x_sum[b] = x_sum[b] + ((x[b].x + x[b].y) + (x[b].z + x[b].w));
-    }
+    for (int b = 0; b < kBatch; ++b) x[b] = load16_float(shared + b * chunk + 4 * place_of(first_piece + piece));
 #pragma unroll
     for (int s = 0; s < streams; ++s) {
       float numbers[4];
-      unit_numbers<kFormat>(loaded[s].unit, piece, numbers);
+      if constexpr (kPlaced) {
+        placed_codes<kFormat>(loaded[s].unit, piece, numbers);
+      } else {
+        unit_numbers<kFormat>(loaded[s].unit, piece, numbers);
+      }
       if constexpr (kTail) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -117,31 +135,42 @@ ETE_DEVICE void multiply(const Loaded (&loaded)[streams], const float *shared, i
         sum = fmaf(numbers[0], x[b].x, sum);
         sum = fmaf(numbers[1], x[b].y, sum);
         sum = fmaf(numbers[2], x[b].z, sum);
-        sum = fmaf(numbers[3], x[b].w, sum);
-        if constexpr (floats) {
-          partial[s][b] = sum;
-        } else if ((piece + 1) % kHalf == 0) {
-          sums[s][b] = fmaf(scales[s].scale[piece / kHalf], sum, sums[s][b]);
+        partial[s][b] = fmaf(numbers[3], x[b].w, sum);
+      }
+    }
+    if constexpr (!floats) {
+      if ((piece + 1) % kHalf != 0) continue;
+      const int half = piece / kHalf;
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        float x_sum = 0.0f;
+        if constexpr (kSums) {
+          x_sum = shared[kBatch * chunk + b * (chunk / kSumColumns) + first_piece * 4 / kSumColumns + half];
+        }
+#pragma unroll
+        for (int s = 0; s < streams; ++s) {
+          const float scale = scales[s].scale[half];
+          sums[s][b] = fmaf(kPlaced ? scale * kPlaceUnscale : scale, partial[s][b], sums[s][b]);
+          if constexpr (kSums) {
+            const float constant = has_minimum(kFormat) ? scales[s].minimum : scale * -code_offset(kFormat);
+            sums[s][b] = fmaf(constant, x_sum, sums[s][b]);
+          }
           partial[s][b] = 0.0f;
-        } else {
-          partial[s][b] = sum;
         }
       }
     }
   }
+  if constexpr (floats) {
 #pragma unroll
-  for (int s = 0; s < streams; ++s) {
+    for (int s = 0; s < streams; ++s)
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if constexpr (floats) sums[s][b] = partial[s][b];
-      if constexpr (has_minimum(kFormat)) sums[s][b] = fmaf(scales[s].minimum, x_sum[b], sums[s][b]);
-    }
+      for (int b = 0; b < kBatch; ++b) sums[s][b] = partial[s][b];
   }
 }
 
 // grid: x tiles of kTileRows weight rows over the matrices, y groups of 8 rows of x of kind `row_kind`.
 // out_pitch: floats from one row of an output to the next; 0: as many as its matrix has rows.
-// shared: kBatch * min(kChunk, columns rounded up to kStep) floats.
+// shared: min(kChunk, columns rounded up to kStep) floats for each of kBatch rows, and one for each kSumColumns of them.
 extern "C" __global__ void ETE_LAUNCH_BOUNDS
 gemv(const float *__restrict__ x, const int *__restrict__ counts, int row_kind, int cols, int epilogue, int activation,
      float softcap, int out_pitch, const uint8_t *__restrict__ weight0, int64_t second0, int64_t third0, int64_t fourth0,
@@ -213,23 +242,26 @@ gemv(const float *__restrict__ x, const int *__restrict__ counts, int row_kind, 
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) sums[s][b] = warp_sum(sums[s][b]);
   }
+  // Lane r * kBatch + b finishes output row r of x row b.
+  float y = 0.0f, up = 0.0f;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = row_start + r;
+  for (int s = 0; s < streams; ++s) {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (lane != r * kBatch + b || row >= matrix.rows || b >= x_rows) continue;
-      float y = sums[r][b];
-      if (matrix.bias != nullptr) y = y + matrix.bias[row];
-      const int pitch = out_pitch == 0 ? matrix.rows : out_pitch;
-      float *out = matrix.out + static_cast<int64_t>(x_first + b) * pitch + row;
-      if constexpr (kGated) {
-        float up = sums[kRows + r][b];
-        if (second.bias != nullptr) up = up + second.bias[row];
-        *out = activate(y, activation) * up;
-      } else {
-        finish(out, y, epilogue, activation, softcap);
-      }
+      if (lane != s % kRows * kBatch + b) continue;
+      if (s < kRows) y = sums[s][b];
+      if (s >= kRows) up = sums[s][b];
     }
+  }
+  const int row = row_start + lane / kBatch, b = lane % kBatch;
+  if (lane >= kRows * kBatch || row >= matrix.rows || b >= x_rows) return;
+  if (matrix.bias != nullptr) y = y + matrix.bias[row];
+  const int pitch = out_pitch == 0 ? matrix.rows : out_pitch;
+  float *out = matrix.out + static_cast<int64_t>(x_first + b) * pitch + row;
+  if constexpr (kGated) {
+    if (second.bias != nullptr) up = up + second.bias[row];
+    *out = activate(y, activation) * up;
+  } else {
+    finish(out, y, epilogue, activation, softcap);
   }
 }

@@ -146,6 +146,43 @@ ETE_DEVICE void unit_numbers(const Unit& unit, int chunk, float (&numbers)[4]) {
   }
 }
 
+// Codes of 4 to 6 bits as floats without a conversion: a code left where it lies in the low 23 bits of a word is the
+// number code * 2^(place - 149), below the normal ones but exact, and fmaf takes it like any other. x is multiplied
+// beforehand by kPlaceScale * 2^-place of its column (exact), so that every product is code * x * 2^-53: |x| may go up
+// to 2^31, and a sum is as exact as any down to 2^-70.
+constexpr float kPlaceScale = 79228162514264337593543950336.0f;  // 2^96
+constexpr float kPlaceUnscale = 9007199254740992.0f;             // 2^53
+
+template <Format F>
+ETE_DEVICE constexpr bool has_placed_codes() {
+  return code_bytes(F) == 16;
+}
+
+// Four neighbouring columns of x, scaled for placed_codes: places 0, 8, 16 and, shifted down, 0.
+ETE_DEVICE float4 scale_for_places(float4 x) {
+  return make_float4(x.x * kPlaceScale, x.y * (kPlaceScale / 256.0f), x.z * (kPlaceScale / 65536.0f),
+                     x.w * kPlaceScale);
+}
+
+// Columns 4 chunk .. 4 chunk + 3 of a unit, as unsigned codes in their places.
+template <Format F>
+ETE_DEVICE void placed_codes(const Unit &unit, int chunk, float (&numbers)[4]) {
+  const uint32_t word = word_of(unit.codes, chunk % 4);
+  if constexpr (high_words(F) == 0) {
+    const uint32_t nibbles = chunk < 4 ? word : word >> 4;
+    numbers[0] = __uint_as_float(nibbles & 0xfu);
+    numbers[1] = __uint_as_float(nibbles & 0xf00u);
+    numbers[2] = __uint_as_float(nibbles & 0xf0000u);
+    numbers[3] = __uint_as_float((nibbles >> 24) & 0xfu);
+  } else {
+    const uint32_t codes = nibble_codes<F>(word, unit.high, chunk);
+    numbers[0] = __uint_as_float(codes & 0xffu);
+    numbers[1] = __uint_as_float(codes & 0xff00u);
+    numbers[2] = __uint_as_float(codes & 0xff0000u);
+    numbers[3] = __uint_as_float(codes >> 24);
+  }
+}
+
 // ---- scales
 
 // The stored scales of a group, as bits; K formats: the 16 bytes of its block of 256 columns.
