@@ -1,0 +1,34 @@
+"""ETE_TEST_GPU=1: the tests here that take a Gpu run on the real one instead of the emulated one.
+
+    ETE_TEST_GPU=1 pytest tests/cuda/test_intrinsics.py tests/cuda/test_linear.py ...
+
+What only an emulator can show (orders of threads, missing waits) is not shown then.
+"""
+
+import os
+
+import emulator
+import emulator.gpu
+
+if os.environ.get("ETE_TEST_GPU"):
+    from edge_transformer.cuda.driver import CudaGpu
+
+    class RealGpu(CudaGpu):
+        """The GPU under the signature of EmulatedGpu. It takes the path of `capability` where the card can."""
+
+        def __init__(
+            self,
+            seed: int,
+            order: str = "random",
+            capability: tuple[int, int] = (7, 5),
+            total_bytes: int = 0,
+            refuse_registration: bool = False,
+            check_order: bool = True,
+        ) -> None:
+            super().__init__(forced_capability=capability)
+
+        def __del__(self) -> None:
+            if hasattr(self, "properties"):  # opened
+                self.close()
+
+    emulator.EmulatedGpu = emulator.gpu.EmulatedGpu = RealGpu  # type: ignore[misc, assignment]
