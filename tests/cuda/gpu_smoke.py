@@ -97,8 +97,8 @@ def copies(gpu: CudaGpu) -> str:
     stream = gpu.stream("copy")
     gpu.copy(device.address, host.address, host.nbytes, stream)
     gpu.fill(device.address + 5, 3, 7, stream)
-    ctypes.memset(host.address, 0, 100)
     gpu.synchronize(stream)
+    ctypes.memset(host.address, 0, 100)
     gpu.copy(host.address, device.address + 3, 97, stream)
     gpu.synchronize(stream)
     values[5:8] = 7
