@@ -282,6 +282,18 @@ def test_a_replay_is_ordered_like_other_work() -> None:
         graph.launch(one)
 
 
+def test_a_graph_keeps_no_memory_alive() -> None:
+    gpu = EmulatedGpu(seed=3)
+    block, stream = gpu.allocate(64, "block"), gpu.stream("one")
+    gpu.begin_capture(stream)
+    gpu.fill(block.address, 64, 1, stream)
+    graph = gpu.end_capture(stream)
+    graph.launch(stream)
+    block.close()
+    with pytest.raises(GpuError, match=r"fill of 'block', in a graph: .* lies in no memory"):
+        graph.launch(stream)
+
+
 def test_what_cannot_be_captured_is_refused() -> None:
     gpu = EmulatedGpu(seed=3)
     one, other, outside, inside = gpu.stream("one"), gpu.stream("other"), gpu.event(), gpu.event()

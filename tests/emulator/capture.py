@@ -79,7 +79,7 @@ class EmulatedGraph:
                 streams[entry.stream] = self._gpu.stream(entry.stream)
             target = streams[entry.stream]
             if entry.work is not None:
-                self._gpu._queue(target, replace(entry.work))
+                self._gpu.queue_again(target, replace(entry.work))
             elif entry.waits_for is None:
                 events[id(entry)] = self._gpu.event()
                 self._gpu.record(events[id(entry)], target)

@@ -255,6 +255,12 @@ class EmulatedGpu:
 
     # ---- inside
 
+    def queue_again(self, stream: EmulatedStream, work: Work) -> None:
+        """Queue work of a graph, whose memory may have been given back since it was captured."""
+        for access in work.accesses:
+            self._map.find(access.start, access.end - access.start, f"{work.name}, in a graph")
+        self._queue(stream, work)
+
     def _submit(self, stream: EmulatedStream, work: Work) -> None:
         if self._capture is not None and self._capture.holds(stream):
             self._capture.add(stream, work)
