@@ -12,7 +12,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.attention import (
     Attention,
@@ -27,7 +26,7 @@ from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.cuda.runtime import Event, Gpu, Memory, Stream
 from edge_transformer.formats.weight import Weight, round_up
-from edge_transformer.ops.backend import AttentionShape
+from edge_transformer.ops.backend import AttentionShape, Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
 from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor
 
@@ -64,7 +63,7 @@ class CudaBackend:
         arena: Arena,
         compute: Stream,
         capacity: BatchCapacity,
-        host: CpuBackend,
+        host: Backend,
         kv_memory: tuple[int, int] | None,
         kv_buffer_bytes: int = 0,
         fast_prefill: bool = False,
