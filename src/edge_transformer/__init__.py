@@ -1,11 +1,11 @@
 """EdgeTransformerEngine: language models bigger than the GPU's memory, with the right answer.
 
-    from edge_transformer import LLM
+from edge_transformer import LLM
 
-    with LLM("demo") as llm:
-        print(llm.generate("What is a KV cache?").text)
-        for piece in llm.stream("And a token?", temperature=0.7, seed=1):
-            print(piece, end="", flush=True)
+with LLM("demo") as llm:
+    print(llm.generate("What is a KV cache?").text)
+    for piece in llm.stream("And a token?", temperature=0.7, seed=1):
+        print(piece, end="", flush=True)
 """
 
 from __future__ import annotations
