@@ -262,3 +262,13 @@ def test_wrong_arguments_are_refused() -> None:
         linear.linear_add(weight, None, Tensor(x.address + 4, (2, 8), x.dtype, None), out, rows, stream)
     with pytest.raises(ValueError, match="plane"):
         linear.linear_add(Weight(weight.layout, weight.address + 8, None), None, x, out, rows, stream)
+
+
+@pytest.mark.parametrize("weight_format", [WeightFormat.Q4_0, WeightFormat.Q5_1, WeightFormat.Q4_K, WeightFormat.Q6_K])
+@pytest.mark.parametrize("magnitude", [1e-18, 1e-6, 1e6, 1e9])
+def test_decode_rows_of_any_magnitude(weight_format: WeightFormat, magnitude: float) -> None:
+    """The GEMV multiplies codes of few bits as numbers below the normal ones: x is scaled, and must stay in range."""
+    ops, rng = Ops(), np.random.default_rng()
+    made = make_weight(weight_format, 3, 256, rng)
+    x = random(2, 256) * np.float32(magnitude)
+    assert_close(ops.product(ops.at.weight(made.weight), x, prompt=0), made, x)

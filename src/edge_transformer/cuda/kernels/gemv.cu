@@ -47,6 +47,7 @@ struct Loaded {
   uint4 scales;
 };
 
+// Where a piece of x lies in shared memory. The pieces of a unit are place_of(its first) ^ 0, 1, ...
 ETE_DEVICE int place_of(int piece) { return piece ^ ((piece >> 3) & (kPieces - 1)); }
 
 ETE_DEVICE Loaded load_unit(const RowPlanes &row, int unit, int units) {
@@ -97,11 +98,12 @@ ETE_DEVICE void stage_x(float *shared, int chunk, const float *x, int first, int
 }
 static_assert(!kSums || kStep % (4 * ETE_THREADS) == 0, "whole warps stage x");
 
-// Adds one unit of each stream to its sums. `first_piece`: the lane's first piece of x in shared memory.
+// Adds one unit of each stream to its sums; it is unit `in_chunk` of what is in shared memory.
 template <int streams>
-ETE_DEVICE void multiply(const Loaded (&loaded)[streams], const float *shared, int chunk, int first_piece, int unit,
+ETE_DEVICE void multiply(const Loaded (&loaded)[streams], const float *shared, int chunk, int in_chunk, int unit,
                          int cols, float (&sums)[streams][kBatch]) {
   constexpr bool floats = is_float(kFormat);
+  const int first_place = place_of(in_chunk * kPieces);
   float partial[streams][kBatch];
   Scales scales[streams];
 #pragma unroll
@@ -114,7 +116,7 @@ ETE_DEVICE void multiply(const Loaded (&loaded)[streams], const float *shared, i
   for (int piece = 0; piece < kPieces; ++piece) {
     float4 x[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) x[b] = load16_float(shared + b * chunk + 4 * place_of(first_piece + piece));
+    for (int b = 0; b < kBatch; ++b) x[b] = load16_float(shared + b * chunk + 4 * (first_place ^ piece));
 #pragma unroll
     for (int s = 0; s < streams; ++s) {
       float numbers[4];
@@ -145,7 +147,7 @@ ETE_DEVICE void multiply(const Loaded (&loaded)[streams], const float *shared, i
       for (int b = 0; b < kBatch; ++b) {
         float x_sum = 0.0f;
         if constexpr (kSums) {
-          x_sum = shared[kBatch * chunk + b * (chunk / kSumColumns) + first_piece * 4 / kSumColumns + half];
+          x_sum = shared[kBatch * chunk + b * (chunk / kSumColumns) + in_chunk * kUnit / kSumColumns + half];
         }
 #pragma unroll
         for (int s = 0; s < streams; ++s) {
@@ -233,7 +235,7 @@ gemv(const float *__restrict__ x, const int *__restrict__ counts, int row_kind, 
         now[s] = ahead[a][s];
         ahead[a][s] = load_unit(planes[s], unit + kAhead * kWarp, units);
       }
-      multiply<streams>(now, shared, chunk, (in_chunk * kWarp + lane) * kPieces, unit, cols, sums);
+      multiply<streams>(now, shared, chunk, in_chunk * kWarp + lane, unit, cols, sums);
     }
   }
 
