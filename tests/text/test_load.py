@@ -1,6 +1,7 @@
 """Where text comes from: chat templates and end tokens of folders and GGUF files, and the one door to all of it."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -179,3 +180,11 @@ def test_both_containers_give_the_same_text(tmp_path: Path) -> None:
         assert ids == folder.tokenizer.encode(prompt, add_bos=False)
         assert ids.count(1) == 1
     assert load_text(Files("gguf", tmp_path / "x.gguf", METADATA)).chat_template is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json", "additional_chat_templates/a.jinja"])
+def test_a_pipe_is_refused_not_waited_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(TextError, match="is not a regular file"):
+        huggingface_chat_template(tmp_path, {})

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from edge_transformer.errors import FormatError, UnsupportedModelError
 from edge_transformer.formats.checkpoint import TensorInfo
+from edge_transformer.formats.file_names import gguf_part_names, split_name
 from edge_transformer.formats.gguf_reader import GgufPart, read_part
 from edge_transformer.formats.mapping import MappedModelFile
-
-_PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufCheckpoint:
@@ -76,13 +74,13 @@ def open_gguf(path: Path) -> GgufCheckpoint:
 
 def split_paths(path: Path) -> list[Path]:
     """All parts of the model that file `path` belongs to, in order. Raises FormatError when one is missing."""
-    match = _PART_NAME.fullmatch(path.name)
-    if match is None:
+    part = split_name(path.name)
+    if part is None or not path.name.endswith(".gguf"):
         return [path]
-    stem, number, count = match[1], int(match[2]), int(match[3])
+    stem, number, count = part
     if not 1 <= number <= count:
         raise FormatError(path, f"is named as part {number} of {count}")
-    paths = [path.with_name(f"{stem}-{index:05d}-of-{count:05d}.gguf") for index in range(1, count + 1)]
+    paths = [path.with_name(name) for name in gguf_part_names(stem, count)]
     for part_path in paths:
         if not os.path.exists(part_path):
             raise FormatError(part_path, "this part of a split model is missing; download it to the same folder")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edge_transformer.errors import FormatError
 from edge_transformer.formats.checkpoint import Checkpoint
+from edge_transformer.formats.file_names import INDEX_FILE, SINGLE_FILE
 from edge_transformer.formats.folder import list_folder
 from edge_transformer.formats.gguf import open_gguf, split_paths
 from edge_transformer.formats.gguf_reader import MAGIC
@@ -24,7 +25,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not os.path.isdir(path) and _first_bytes(path) == MAGIC:  # os.path: False for names that no file can have
         return open_gguf(path)
     # Imported here, so that a GGUF file opens without the other reader.
-    from edge_transformer.formats.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
+    from edge_transformer.formats.safetensors import open_safetensors
 
     if os.path.isdir(path):
         if not os.path.exists(path / SINGLE_FILE) and not os.path.exists(path / INDEX_FILE):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,14 +15,13 @@ from typing import TypeGuard
 
 from edge_transformer.errors import FormatError, UnsupportedModelError
 from edge_transformer.formats.checkpoint import TensorInfo
+from edge_transformer.formats.file_names import INDEX_FILE, PICKLED_SUFFIXES, SINGLE_FILE, split_name
 from edge_transformer.formats.folder import list_folder
-from edge_transformer.formats.json_file import read_bounded, read_settings
+from edge_transformer.formats.json_file import read_settings
 from edge_transformer.formats.json_scan import JsonScanner
 from edge_transformer.formats.mapping import MappedModelFile
+from edge_transformer.formats.safetensors_index import read_index
 from edge_transformer.formats.weight import FORMATS, WeightFormat
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 # Far above what models have; they bound what a hostile file can cost.
 MAX_HEADER_BYTES = 32 << 20
@@ -32,7 +30,6 @@ SMALL_HEADER_BYTES = 1 << 20  # up to here a header may be any part of its file,
 MAX_DIMENSIONS = 8
 
 _READ_DTYPES = {"F32": WeightFormat.F32, "F16": WeightFormat.F16, "BF16": WeightFormat.BF16}
-_SHARD_NAME = re.compile(r"-\d{5}-of-(\d{5})\.safetensors")
 
 
 class SafetensorsCheckpoint:
@@ -74,9 +71,9 @@ def open_safetensors(path: Path) -> SafetensorsCheckpoint:
         _refuse_adapter(folder)
     metadata = _read_config(folder)
     if not path.is_dir():
-        shard = _SHARD_NAME.search(path.name)
-        if shard and int(shard[1]) > 1:
-            raise FormatError(path, f"is one of {int(shard[1])} shards; give the folder {folder} instead")
+        shard = split_name(path.name)
+        if shard is not None and shard[2] > 1:
+            raise FormatError(path, f"is one of {shard[2]} shards; give the folder {folder} instead")
         return _open_files(path, {path.name: None}, folder, metadata)
     if os.path.exists(folder / SINGLE_FILE):
         return _open_files(path, {SINGLE_FILE: None}, folder, metadata)
@@ -188,25 +185,8 @@ def _check_coverage(path: Path, data_start: int, data_end: int, tensors: dict[st
 
 
 def _read_index(path: Path) -> dict[str, set[str]]:
-    """The index's weight_map turned around: file name -> its tensors."""
-    scanner = JsonScanner(path, read_bounded(path, MAX_HEADER_BYTES), "the index")
-    weight_map: dict[str, str] = {}
-    for key in scanner.members():
-        if key == "weight_map":
-            weight_map = scanner.string_map()
-        elif key == "metadata":
-            scanner.flat_object()
-        else:
-            raise FormatError(path, f"has the unknown key {key[:200]!r} beside weight_map and metadata")
-    scanner.end()
-    if not weight_map:
-        raise FormatError(path, "has no weight_map")
-    by_file: dict[str, set[str]] = {}
-    for name, file_name in weight_map.items():
-        # A shard lies in the folder itself; where a symlink there leads (a hub cache has them) is the user's business.
-        if file_name != Path(file_name).name or not file_name.endswith(".safetensors") or "\0" in file_name:
-            raise FormatError(path, f"is placed in {file_name[:200]!r}, which is no file of this folder", tensor=name)
-        by_file.setdefault(file_name, set()).add(name)
+    """The shards that the index names, all of which are there, and their tensors."""
+    by_file = read_index(path)
     for file_name in by_file:
         if not os.path.isfile(path.parent / file_name):  # unlike Path.is_file, False for names no file can have
             raise FormatError(path, f"names the shard {file_name[:200]!r}, which is missing; download the model again")
@@ -247,7 +227,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 def _no_weights(folder: Path) -> FormatError:
     names = list_folder(folder)
-    if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+    if pickled := [name for name in names if name.endswith(PICKLED_SUFFIXES)]:
         return FormatError(
             folder,
             f"has only pickled weights ({pickled[0]}), which can run code when they are loaded and are not read; "

@@ -6,17 +6,17 @@ mirrors, resumed downloads and locks between processes are huggingface_hub's.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_transformer.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from edge_transformer.errors import ModelNotFoundError, UnsupportedModelError
+from edge_transformer.formats.file_names import INDEX_FILE
+from edge_transformer.formats.safetensors_index import read_index
 from edge_transformer.hub.progress import Progress
 from edge_transformer.hub.selection import (
-    INDEX_FILE,
     check_tokenizer,
     choose_gguf,
     has_safetensors,
@@ -82,7 +82,7 @@ def cached_model(name: HubName) -> Path | None:
     names = snapshot_files(snapshot)
     if name.selector is None and {"config.json", "tokenizer.json"}.issubset(names) and has_safetensors(names):
         if INDEX_FILE in names:
-            weights = _indexed_files(snapshot / INDEX_FILE)
+            weights = sorted(read_index(snapshot / INDEX_FILE))
         else:
             weights = [single_weights_file(names, name.repository)]
         return snapshot if set(weights).issubset(names) else None
@@ -128,7 +128,7 @@ def _fetch(name: HubName, sizes: Collection[str], download: _Download) -> Path:
     check_tokenizer(sizes, where)
     side = download.files(side_files(sizes))
     folder = side[0].parent
-    weights = _indexed_files(folder / INDEX_FILE) if INDEX_FILE in sizes else [single_weights_file(sizes, where)]
+    weights = sorted(read_index(folder / INDEX_FILE)) if INDEX_FILE in sizes else [single_weights_file(sizes, where)]
     download.files(weights)
     return folder
 
@@ -180,22 +180,6 @@ def _progress_class(what: str, done_before: int, total: int, progress: Progress)
             return None
 
     return Reporter
-
-
-def _indexed_files(index: Path) -> list[str]:
-    """The files that a safetensors index names. Raises FormatError when it is no index or leaves its folder."""
-    try:
-        parsed = json.loads(index.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(index, f"is not JSON ({error})") from error
-    weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise FormatError(index, "has no weight_map from tensor names to file names")
-    files = sorted(set(weight_map.values()))
-    for file in files:
-        if "/" in file or not file.endswith(".safetensors"):
-            raise FormatError(index, f"names {file!r}, which is not a .safetensors file beside it")
-    return files
 
 
 def _explained(name: HubName, error: Exception) -> ModelNotFoundError:

@@ -6,8 +6,13 @@ import re
 from collections.abc import Collection
 
 from edge_transformer.errors import ModelNotFoundError, UnsupportedModelError
-
-INDEX_FILE = "model.safetensors.index.json"
+from edge_transformer.formats.file_names import (
+    INDEX_FILE,
+    PICKLED_SUFFIXES,
+    SINGLE_FILE,
+    gguf_part_names,
+    split_name,
+)
 
 # Beside weights: what the readers look at. All of it is small and is fetched first, so that weights are never alone.
 _SIDE_FILES = {
@@ -22,8 +27,6 @@ _SIDE_FILES = {
     INDEX_FILE,
 }
 _NAMED_TEMPLATE = re.compile(r"additional_chat_templates/[^/]+\.jinja")
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def side_files(names: Collection[str]) -> list[str]:
@@ -38,8 +41,8 @@ def has_safetensors(names: Collection[str]) -> bool:
 def single_weights_file(names: Collection[str], where: str) -> str:
     """The weights file of a safetensors model without an index."""
     found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
-    if "model.safetensors" in found:
-        return "model.safetensors"
+    if SINGLE_FILE in found:
+        return SINGLE_FILE
     if len(found) == 1:
         return found[0]
     raise ModelNotFoundError(
@@ -65,13 +68,11 @@ def gguf_groups(names: Collection[str]) -> dict[str, list[str]]:
     for name in sorted(names):
         if not name.endswith(".gguf") or name.rpartition("/")[2].startswith("mmproj"):
             continue
-        match = _SPLIT.search(name.removesuffix(".gguf"))
-        if match is None:
+        part = split_name(name)
+        if part is None:
             groups[name] = [name]
-        elif match[1] == "00001":
-            stem = name.removesuffix(".gguf")[: match.start()]
-            parts = int(match[2])
-            groups[name] = [f"{stem}-{part:05d}-of-{match[2]}.gguf" for part in range(1, parts + 1)]
+        elif part[1] == 1:
+            groups[name] = gguf_part_names(part[0], part[2])
     return groups
 
 
@@ -96,12 +97,13 @@ def choose_gguf(names: Collection[str], selector: str | None, where: str) -> lis
 def _fits(name: str, selector: str) -> bool:
     if selector.endswith(".gguf"):
         return name == selector
-    stem = _SPLIT.sub("", name.removesuffix(".gguf").rpartition("/")[2])
+    part = split_name(name)
+    stem = (name.removesuffix(".gguf") if part is None else part[0]).rpartition("/")[2]
     return re.search(rf"(^|[-.]){re.escape(selector)}$", stem, re.IGNORECASE) is not None
 
 
 def _nothing_usable(names: Collection[str], where: str) -> ModelNotFoundError | UnsupportedModelError:
-    if pickled := sorted(name for name in names if name.endswith(_PICKLED)):
+    if pickled := sorted(name for name in names if name.endswith(PICKLED_SUFFIXES)):
         return UnsupportedModelError(
             f"{where} has its weights as pickled files only ({', '.join(pickled[:3])}), which can run code when they "
             "are read and are never loaded; use a repository with .safetensors or .gguf files, or convert it with "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from edge_transformer.errors import TextError
+from edge_transformer.errors import FormatError, TextError
+from edge_transformer.formats.json_file import read_bounded
 from edge_transformer.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from edge_transformer.text.metadata import read_json_object, read_string
 
@@ -49,11 +50,10 @@ def _jinja_files(folder: Path) -> dict[str, str]:
 
 def _read_template(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8") as file:
-            source = file.read(MAX_TEMPLATE_CHARS + 1)
-    except (OSError, UnicodeDecodeError) as error:
+        source = read_bounded(path, 4 * MAX_TEMPLATE_CHARS).decode("utf-8")
+    except (FormatError, UnicodeDecodeError) as error:
         raise TextError(f"the chat template {path} cannot be read: {error}") from error
-    return source
+    return source.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _named_templates(value: object, what: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer.errors import TextError
+from edge_transformer.errors import FormatError, TextError
 from edge_transformer.formats.gguf_types import StringArray
+from edge_transformer.formats.json_file import read_bounded
 
 MAX_JSON_BYTES = 256 << 20
 
@@ -69,14 +71,13 @@ def read_numbers(metadata: Mapping[str, object], key: str, count: int) -> npt.ND
 
 def read_json_object(path: Path) -> dict[str, object]:
     """The JSON object in a file, empty where there is no file; TextError when it is not a readable JSON object."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise TextError(f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} read as JSON")
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    try:
+        value = json.loads(read_bounded(path, MAX_JSON_BYTES))
+    except FormatError as error:
+        raise TextError(str(error)) from error
+    except (ValueError, RecursionError) as error:
         raise TextError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise TextError(f"{path} must hold a JSON object, got {type(value).__name__}")
