@@ -299,14 +299,14 @@ def _prompt_plan(shape: AttentionShape, tensor: bool) -> _PromptPlan:
         heads = min(group, 2)
         keys = 32 if dim <= 128 else 16
         return _PromptPlan(heads, 32 // heads, 128, 4 * (32 * dim + keys * dim + 32 * keys))
-    columns = round_up(dim, 16)
-    keys = 64 if dim <= 128 else 32
+    split, keys = (1, 64) if dim <= 128 else (2, 32)
+    columns = round_up(dim, 16 * split)
     kv_bytes = 2 * keys * (2 * columns + 16)
-    warp_bytes = columns // 16 * 3 * 32 * 16
-    warps = min(4, (_PROMPT_SHARED_BYTES - kv_bytes) // warp_bytes)
-    heads = -(-group // -(-group // warps))
-    parts = next(parts for parts in (4, 2, 1) if heads * parts <= warps)
-    return _PromptPlan(heads, 16 * parts, 32 * heads * parts, kv_bytes + heads * parts * warp_bytes)
+    unit_bytes = columns // 16 * 3 * 32 * 16 + (split * keys * 64 if split > 1 else 0)  # of 16 rows of a head
+    units = min(4 // split, (_PROMPT_SHARED_BYTES - kv_bytes) // unit_bytes)
+    heads = -(-group // -(-group // units))
+    parts = next(parts for parts in (4, 2, 1) if heads * parts <= units)
+    return _PromptPlan(heads, 16 * parts, 32 * split * heads * parts, kv_bytes + heads * parts * unit_bytes)
 
 
 def _uses_tensor_cores(shape: AttentionShape, capability: tuple[int, int]) -> bool:

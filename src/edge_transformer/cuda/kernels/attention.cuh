@@ -10,6 +10,9 @@
 #pragma once
 #include "prelude.cuh"
 
+// One block a multiprocessor is enough: without the 1 the assembler spills to make room for more.
+#define ETE_ATTENTION_BOUNDS __launch_bounds__(ETE_THREADS, 1)
+
 constexpr int kHeadDim = ETE_HEAD_DIM;
 constexpr int kGroup = ETE_GROUP;
 constexpr int kHeads = ETE_HEADS;

@@ -41,7 +41,7 @@ ETE_DEVICE float2 load_pair(const uint8_t* at) {
 #endif
 }
 
-extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
+extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_decode(
     const float* __restrict__ q, const int* __restrict__ positions, const int* __restrict__ row_sequence,
     const int* __restrict__ counts, const int64_t* __restrict__ tables, const uint8_t* __restrict__ run,
     float* __restrict__ unit_acc, float* __restrict__ unit_state, int table_tiles, int kv_heads, int first_tile,
@@ -96,7 +96,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
         float sum[kHeads];
 #pragma unroll
         for (int h = 0; h < kHeads; ++h) sum[h] = 0;
-#pragma unroll 4
+#pragma unroll 2
         for (int d = part; d < min(part + kColumns, kHeadDim); d += 8) {
           float k[8];
           load_elements(key + d * kElementBytes, k);

@@ -4,22 +4,27 @@
 // scores[head][position] = q k^T, acc[head][dim] = p v, both in fp32 accuracy: q and p are split in three bf16 terms,
 // and the 16 rows of an mma hold (head, high) and (head, middle), those of a second one (head, low). Keys and values go
 // from global memory into operand registers: the order of columns (and of dims) within an mma is whatever makes a
-// lane's 16 bytes one operand. Fresh accumulators for every 64 columns and every 32 positions. A warp takes 32
-// positions at a time; the states of the block's warps are merged as a tree.
+// lane's 16 bytes one operand. Fresh accumulators for every 64 columns and every step of a warp, 32 positions. Beyond a
+// head_dim of 192 two warps take the same positions, and half of the dims each; the states of the block's warps are
+// merged as a tree.
 //
 // Bytes read: 2 * 2 * head_dim per position and KV head. ETE_HEADS <= 8, ETE_KV_BF16 = 1.
 #include "attention_units.cuh"
 
 constexpr int kWarps = ETE_THREADS / kWarp;
-constexpr int kStep = 32;                           // positions of a warp at a time
-constexpr int kKeyChunks = (kHeadDim + 31) / 32;    // a lane's 16 bytes times four lanes
-constexpr int kValueChunks = (kHeadDim + 63) / 64;  // a lane's 16 bytes times eight lanes
-constexpr int kSums = kValueChunks * 16;            // acc of a lane: 16 consecutive dims of each chunk
-constexpr int kSlotFloats = (kSums + 2) * kWarp;    // a warp's state in shared memory
+constexpr int kStep = 32;  // positions of a warp at a time
+constexpr int kTiles = kStep / 8;
+constexpr int kKeyChunks = (kHeadDim + 31) / 32;  // a lane's 16 bytes times four lanes
+constexpr int kSplit = kHeadDim <= 128 ? 1 : 2;   // warps that take the same positions
+constexpr int kSteppers = kWarps / kSplit;        // sets of such warps
+constexpr int kValueChunks =
+    (kHeadDim + 64 * kSplit - 1) / (64 * kSplit);  // a lane's 16 bytes times eight lanes, of a warp
+constexpr int kSums = kValueChunks * 16;           // acc of a lane: 16 consecutive dims of each chunk
+constexpr int kSlotFloats = (kSums + 2) * kWarp;   // a warp's state in shared memory
 
 ETE_DEVICE uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
+extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_decode(
     const float* __restrict__ q, const int* __restrict__ positions, const int* __restrict__ row_sequence,
     const int* __restrict__ counts, const int64_t* __restrict__ tables, const uint8_t* __restrict__ run,
     float* __restrict__ unit_acc, float* __restrict__ unit_state, int table_tiles, int kv_heads, int first_tile,
@@ -37,6 +42,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   const int kv_head = static_cast<int>(blockIdx.y) / kHeadChunks;
   const int head = static_cast<int>(blockIdx.y) % kHeadChunks * kHeads;  // the first of the group
   const int lane = lane_id(), g = lane / 4, t = lane % 4;
+  const int stepper = warp_id() / kSplit, first_chunk = warp_id() % kSplit * kValueChunks;
   const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
 
   const float* q_head = q + (row * heads + kv_head * kGroup + head + g) * kHeadDim;
@@ -63,30 +69,30 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   const uint8_t* values = keys + values_offset(tiles);
 
   float m = -ETE_INFINITY, l = 0;  // of head g; l is summed over the lanes t at the end
-  float acc[kValueChunks][8][2];   // [chunk][j][i]: dim 64 * chunk + 16 * t + 8 * i + j
+  float acc[kValueChunks][8][2];   // [chunk][j][i]: dim 64 * (first_chunk + chunk) + 16 * t + 8 * i + j
 #pragma unroll
   for (int c = 0; c < kValueChunks; ++c)
 #pragma unroll
     for (int j = 0; j < 8; ++j) acc[c][j][0] = acc[c][j][1] = 0;
 
-  for (int step = unit * units.size + warp_id() * kStep; step < end; step += kWarps * kStep) {
+  for (int step = unit * units.size + stepper * kStep; step < end; step += kSteppers * kStep) {
     if (step + kStep <= begin) continue;
     const int in_tile = step - tile * kTilePositions;
-    float score[4][2];  // positions 8 * n + 2 * t + i
+    float score[kTiles][2];  // positions 8 * n + 2 * t + i
 #pragma unroll
-    for (int n = 0; n < 4; ++n) score[n][0] = score[n][1] = 0;
-#pragma unroll
+    for (int n = 0; n < kTiles; ++n) score[n][0] = score[n][1] = 0;
+#pragma unroll(kHeadDim <= 128 ? 2 : 1)
     for (int part = 0; part < kKeyChunks; part += 2) {
-      float sum[4][2][4];
+      float sum[kTiles][2][4];
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
+      for (int n = 0; n < kTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[n][i / 4][i % 4] = 0;
 #pragma unroll
       for (int chunk = part; chunk < part + 2 && chunk < kKeyChunks; ++chunk) {
-        uint4 key[4];
+        uint4 key[kTiles];
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
+        for (int n = 0; n < kTiles; ++n) {
           const int position = step + 8 * n + g;
           const bool there = position >= begin && position < end && chunk * 32 + 8 * t < kHeadDim;
           key[n] =
@@ -99,27 +105,27 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
                        second[4] = {high.z, middle.z, high.w, middle.w};
         const uint32_t first_low[4] = {low.x, 0, low.y, 0}, second_low[4] = {low.z, 0, low.w, 0};
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
+        for (int n = 0; n < kTiles; ++n) {
           const uint32_t front[2] = {key[n].x, key[n].y};
           mma_bf16(sum[n][0], first, front);
           mma_bf16(sum[n][1], first_low, front);
         }
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
+        for (int n = 0; n < kTiles; ++n) {
           const uint32_t back[2] = {key[n].z, key[n].w};
           mma_bf16(sum[n][0], second, back);
           mma_bf16(sum[n][1], second_low, back);
         }
       }
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
+      for (int n = 0; n < kTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) score[n][i] += sum[n][0][i] + (sum[n][0][2 + i] + sum[n][1][i]);
     }
 
     float largest = m;
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+    for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int position = step + 8 * n + 2 * t + i;
@@ -133,9 +139,9 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
     const float kept = expf(m - reference);
     m = largest;
     float total = 0;
-    uint32_t high[4], middle[4], low[4];  // of weights, positions 8 * n + 2 * t and the next
+    uint32_t high[kTiles], middle[kTiles], low[kTiles];  // of weights, positions 8 * n + 2 * t and the next
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
       const float a = expf(score[n][0] - reference), b = expf(score[n][1] - reference);
       total += a + b;
       split_bf16_pair(a, b, high[n], middle[n], low[n]);
@@ -144,19 +150,20 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
 
 #pragma unroll
     for (int c = 0; c < kValueChunks; ++c) {
-      uint4 value[8];  // rows 8 * n + 2 * t and the next
+      uint4 value[2 * kTiles];  // rows 8 * n + 2 * t and the next
 #pragma unroll
-      for (int r = 0; r < 8; ++r) {
+      for (int r = 0; r < 2 * kTiles; ++r) {
         const int offset = 8 * (r / 2) + 2 * t + r % 2, position = step + offset;
-        const bool there = position >= begin && position < end && c * 64 + 8 * g < kHeadDim;
-        value[r] = there ? load16(values + (in_tile + offset) * kRowBytes + c * 128 + 16 * g) : make_uint4(0, 0, 0, 0);
+        const bool there = position >= begin && position < end && (first_chunk + c) * 64 + 8 * g < kHeadDim;
+        value[r] = there ? load16(values + (in_tile + offset) * kRowBytes + (first_chunk + c) * 128 + 16 * g)
+                         : make_uint4(0, 0, 0, 0);
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32_t select = j % 2 == 0 ? 0x5410 : 0x7632;
         float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
+        for (int k = 0; k < kTiles / 2; ++k) {
           const uint32_t b[2] = {byte_permute(word(value[4 * k], j / 2), word(value[4 * k + 1], j / 2), select),
                                  byte_permute(word(value[4 * k + 2], j / 2), word(value[4 * k + 3], j / 2), select)};
           const uint32_t upper[4] = {high[2 * k], middle[2 * k], high[2 * k + 1], middle[2 * k + 1]};
@@ -172,16 +179,16 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   l += warp_shuffle_xor(l, 1);
   l += warp_shuffle_xor(l, 2);
 
-  for (int half = kWarps / 2; half > 0; half /= 2) {
-    float* slot = slots + warp_id() % half * kSlotFloats + lane;
-    if (warp_id() >= half && warp_id() < 2 * half) {
+  for (int half = kSteppers / 2; half > 0; half /= 2) {
+    float* slot = slots + (stepper % half * kSplit + warp_id() % kSplit) * kSlotFloats + lane;
+    if (stepper >= half && stepper < 2 * half) {
       slot[0] = m;
       slot[kWarp] = l;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) slot[(2 + i) * kWarp] = acc[i / 16][i / 2 % 8][i % 2];
     }
     __syncthreads();
-    if (warp_id() < half) {
+    if (stepper < half) {
       const float larger = fmaxf(m, slot[0]), reference = reference_of(larger);
       const float mine = expf(m - reference), other = expf(slot[0] - reference);
       m = larger;
@@ -195,9 +202,9 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
     __syncthreads();
   }
 
-  if (warp_id() != 0 || g >= kHeads || head + g >= kGroup) return;
+  if (stepper != 0 || g >= kHeads || head + g >= kGroup) return;
   const int64_t place = (blockIdx.z * heads + kv_head * kGroup + head + g) * gridDim.x + blockIdx.x;
-  if (t == 0) {
+  if (t == 0 && first_chunk == 0) {
     unit_state[2 * place] = m;
     unit_state[2 * place + 1] = l;
   }
@@ -205,7 +212,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_decode(
   for (int c = 0; c < kValueChunks; ++c)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int dim = 64 * c + 16 * t + 8 * i;
+      const int dim = 64 * (first_chunk + c) + 16 * t + 8 * i;
       if (dim >= kHeadDim) continue;
       float* to = unit_acc + place * kHeadDim + dim;
       store16(to, make_float4(acc[c][0][i], acc[c][1][i], acc[c][2][i], acc[c][3][i]));

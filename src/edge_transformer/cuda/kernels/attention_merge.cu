@@ -5,7 +5,7 @@
 // Bytes read: 4 * (head_dim + 2) per unit and head. ETE_THREADS >= 64 and >= units of a wave.
 #include "attention_units.cuh"
 
-extern "C" __global__ void ETE_LAUNCH_BOUNDS
+extern "C" __global__ void ETE_ATTENTION_BOUNDS
 attention_merge(const float* __restrict__ unit_acc, const float* __restrict__ unit_state,
                 const int* __restrict__ positions, const int* __restrict__ row_sequence, const int* __restrict__ counts,
                 float* __restrict__ state, float* __restrict__ out, int heads, int first_tile, int tile_count,

@@ -35,7 +35,7 @@ ETE_DEVICE void stage_rows(float* to, const uint8_t* from, int start, const Span
   }
 }
 
-extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
+extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_prompt(
     const float* __restrict__ q, const int* __restrict__ entries, const int64_t* __restrict__ tables,
     const uint8_t* __restrict__ run, float* __restrict__ state, float* __restrict__ out, int table_tiles, int kv_heads,
     int run_tile, int first_tile, int tile_count, int run_sequence, int window, float scale, float softcap, int flags) {

@@ -1,5 +1,6 @@
 // Attention of prompt rows over keys and values in bf16, on tensor cores: block (part of an entry of rows, KV head and
-// some of its query heads). A warp takes 16 rows of one query head; the warps of a block share keys and values.
+// some of its query heads). A warp takes 16 rows of one query head, or with a head_dim beyond 128 a half of its
+// columns, the scores of both halves being added through shared memory; the warps of a block share keys and values.
 //
 // Per block of kKeys positions: s = q k^T, s capped and masked, (m, l) updated, acc = acc * factor + p v. q and p are
 // split in ETE_TERMS bf16 terms (3: fp32 accuracy; 1: fast); fresh accumulators for every 64 columns of q and every
@@ -12,14 +13,17 @@
 
 constexpr int kTerms = ETE_TERMS;
 constexpr int kThreads = ETE_THREADS;
-constexpr int kColumns = (kHeadDim + 15) / 16 * 16;  // zero beyond head_dim
-constexpr int kKeys = kHeadDim <= 128 ? 64 : 32;     // positions at a time
-constexpr int kPitch = 2 * kColumns + 16;            // bytes of a row in shared memory: an odd number of 16
-constexpr int kSteps = kColumns / 16;                // mma along the columns of q
+constexpr int kSplit = kHeadDim <= 128 ? 1 : 2;  // warps that share the rows of a head, each a part of the columns
+constexpr int kSteps = (kHeadDim + 16 * kSplit - 1) / (16 * kSplit);  // mma along a part
+constexpr int kPart = 16 * kSteps;                                    // columns of a part; zero beyond head_dim
+constexpr int kColumns = kSplit * kPart;
+constexpr int kKeys = kHeadDim <= 128 ? 64 : 32;  // positions at a time
+constexpr int kPitch = 2 * kColumns + 16;         // bytes of a row in shared memory: an odd number of 16
 constexpr int kKeyTiles = kKeys / 8;
-constexpr int kDimTiles = kColumns / 8;
-constexpr int kTogether = kHeadDim <= 192 ? 8 : 4;     // accumulators in flight
+constexpr int kDimTiles = kPart / 8;
+constexpr int kTogether = 8;                          // accumulators in flight
 constexpr int kQueryWords = kSteps * kTerms * kWarp;  // uint4 of a warp
+constexpr int kExchanged = kKeyTiles * 4 * kWarp;     // floats of a warp
 
 // Terms of two values, the largest first.
 ETE_DEVICE void split_pair(float a, float b, uint32_t (&terms)[kTerms]) {
@@ -43,20 +47,22 @@ ETE_DEVICE void copy_rows(uint8_t* to, const uint8_t* from, int start, const Spa
   cp_async_commit();
 }
 
-extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
+extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_prompt(
     const float* __restrict__ q, const int* __restrict__ entries, const int64_t* __restrict__ tables,
     const uint8_t* __restrict__ run, float* __restrict__ state, float* __restrict__ out, int table_tiles, int kv_heads,
     int run_tile, int first_tile, int tile_count, int run_sequence, int window, float scale, float softcap, int flags) {
   ETE_DYNAMIC_SHARED(uint8_t, shared);
   uint8_t *keys = shared, *values = shared + kKeys * kPitch;
-  uint4* query = reinterpret_cast<uint4*>(shared + 2 * kKeys * kPitch) + warp_id() * kQueryWords;  // [step][term][lane]
+  uint4* queries = reinterpret_cast<uint4*>(shared + 2 * kKeys * kPitch);
+  uint4* query = queries + warp_id() * kQueryWords;  // [step][term][lane]
 
   const RowBlock rows = row_block(entries, window, first_tile, tile_count, run_sequence);
   const Span span = rows.span;
   if (rows.count == 0 || (span.begin >= span.end && flags == 0)) return;
   const int kv_head = static_cast<int>(blockIdx.y) / kHeadChunks;
-  const int head_of_group = static_cast<int>(blockIdx.y) % kHeadChunks * kHeads + warp_id() % kHeads;
-  const int first_row = warp_id() / kHeads * 16;  // of this warp, in the block
+  const int head_of_group = static_cast<int>(blockIdx.y) % kHeadChunks * kHeads + warp_id() / kSplit % kHeads;
+  const int first_row = warp_id() / (kSplit * kHeads) * 16;  // of this warp, in the block
+  const int first_column = warp_id() % kSplit * kPart;
   const bool active = head_of_group < kGroup && first_row < rows.count;
   const int lane = lane_id(), g = lane / 4, t = lane % 4;
   const int heads = kv_heads * kGroup, head = kv_head * kGroup + head_of_group;
@@ -75,7 +81,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
     uint32_t operands[4][kTerms];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int column = 16 * step + 8 * (i / 2) + 2 * t;
+      const int column = first_column + 16 * step + 8 * (i / 2) + 2 * t;
       float2 x = make_float2(0, 0);
       if (there[i % 2] && column < kHeadDim) x = load8_float(q + place[i % 2] * kHeadDim + column);
       split_pair(x.x, x.y, operands[i]);
@@ -95,7 +101,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
     l[i] = kept ? state[place[i] * kStateCopies * 2 + 1] : 0.0f;
 #pragma unroll
     for (int j = 0; j < kDimTiles; ++j) {
-      const int dim = 8 * j + 2 * t;
+      const int dim = first_column + 8 * j + 2 * t;
       float2 x = make_float2(0, 0);
       if (kept && dim < kHeadDim) x = load8_float(out + place[i] * kHeadDim + dim);
       acc[j][2 * i] = x.x;
@@ -115,8 +121,8 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
 
     uint32_t weights[kKeyTiles][2][kTerms];  // bf16 pairs: rows g and g + 8, positions 8 * tile + 2 * t and the next
     float kept[2] = {1, 1};
+    float score[kKeyTiles][4];
     if (active) {
-      float score[kKeyTiles][4];
 #pragma unroll
       for (int part = 0; part < kSteps; part += 4) {
         float sum[kKeyTiles][4];
@@ -128,7 +134,8 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
 #pragma unroll
           for (int n = 0; n < kKeyTiles; n += 2) {
             uint32_t pair[4];
-            ldmatrix4(pair, keys + (8 * n + lane / 16 * 8 + lane % 8) * kPitch + 32 * step + lane / 8 % 2 * 16);
+            ldmatrix4(pair, keys + (8 * n + lane / 16 * 8 + lane % 8) * kPitch + 2 * first_column + 32 * step +
+                                lane / 8 % 2 * 16);
             key[n][0] = pair[0], key[n][1] = pair[1], key[n + 1][0] = pair[2], key[n + 1][1] = pair[3];
           }
 #pragma unroll
@@ -144,7 +151,21 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
 #pragma unroll
           for (int i = 0; i < 4; ++i) score[n][i] = part == 0 ? sum[n][i] : score[n][i] + sum[n][i];
       }
+    }
+#if ETE_HEAD_DIM > 128
+    float* exchange = reinterpret_cast<float*>(queries + kThreads / kWarp * kQueryWords);
+    float* own = exchange + warp_id() * kExchanged + lane;
+    const float* first = exchange + warp_id() / 2 * 2 * kExchanged + lane;
+    if (active)
+#pragma unroll
+      for (int i = 0; i < 4 * kKeyTiles; ++i) own[i * kWarp] = score[i / 4][i % 4];
+    __syncthreads();
+    if (active)
+#pragma unroll
+      for (int i = 0; i < 4 * kKeyTiles; ++i) score[i / 4][i % 4] = first[i * kWarp] + first[kExchanged + i * kWarp];
+#endif
 
+    if (active) {
       float largest[2] = {m[0], m[1]};
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n)
@@ -197,8 +218,8 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
 #pragma unroll
           for (int j = 0; j < kTogether && first + j < kDimTiles; j += 2) {
             uint32_t pair[4];
-            ldmatrix4_transposed(
-                pair, values + (16 * step + lane / 8 % 2 * 8 + lane % 8) * kPitch + 16 * (first + j + lane / 16));
+            ldmatrix4_transposed(pair, values + (16 * step + lane / 8 % 2 * 8 + lane % 8) * kPitch + 2 * first_column +
+                                           16 * (first + j + lane / 16));
             value[j][0] = pair[0], value[j][1] = pair[1], value[j + 1][0] = pair[2], value[j + 1][1] = pair[3];
           }
 #pragma unroll
@@ -224,12 +245,12 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS attention_prompt(
     const float factor = stored_factor(l[i], end);
 #pragma unroll
     for (int j = 0; j < kDimTiles; ++j) {
-      const int dim = 8 * j + 2 * t;
+      const int dim = first_column + 8 * j + 2 * t;
       if (dim < kHeadDim)
         store8(out + place[i] * kHeadDim + dim,
                make_float2(stored(acc[j][2 * i], factor), stored(acc[j][2 * i + 1], factor)));
     }
-    if (t == 0 && !end) {
+    if (t == 0 && first_column == 0 && !end) {
       state[place[i] * kStateCopies * 2] = m[i];
       state[place[i] * kStateCopies * 2 + 1] = l[i];
     }
