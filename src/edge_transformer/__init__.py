@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from edge_transformer.engine.generation import Generation, Stream, Timings
+    from edge_transformer.engine.gpu import GpuSettings
     from edge_transformer.engine.llm import LLM
     from edge_transformer.engine.sampling import GenerationConfig, TokenLogprobs
     from edge_transformer.errors import EdgeTransformerError
@@ -26,6 +27,7 @@ __all__ = [
     "EdgeTransformerError",
     "Generation",
     "GenerationConfig",
+    "GpuSettings",
     "Stream",
     "Timings",
     "TokenLogprobs",
@@ -37,6 +39,7 @@ _HOMES = {
     "Generation": "edge_transformer.engine.generation",
     "Stream": "edge_transformer.engine.generation",
     "Timings": "edge_transformer.engine.generation",
+    "GpuSettings": "edge_transformer.engine.gpu",
     "GenerationConfig": "edge_transformer.engine.sampling",
     "TokenLogprobs": "edge_transformer.engine.sampling",
     "EdgeTransformerError": "edge_transformer.errors",

@@ -25,6 +25,7 @@ class FakeLLM:
         self.chat_template = None if self.name == "plain" else "a template"
         self.settings = settings
         self.closed = False
+        self.plan = None
         self.memory = {"weights_mapped": 1 << 20, "weights_rearranged": 0}
         self.prompts: list[Any] = []
         self.configs: list[GenerationConfig] = []

@@ -10,7 +10,7 @@ from edge_transformer.cli.expectation import available_memory, expectation, read
 
 
 def model(mapped: int, rearranged: int) -> Any:
-    return SimpleNamespace(memory={"weights_mapped": mapped, "weights_rearranged": rearranged})
+    return SimpleNamespace(plan=None, memory={"weights_mapped": mapped, "weights_rearranged": rearranged})
 
 
 def test_a_small_model_needs_no_word_and_costs_no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:

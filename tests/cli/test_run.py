@@ -98,7 +98,7 @@ def test_every_option_reaches_the_engine() -> None:
     ]
     assert llm.context_length == 64
     del llm.settings["progress"]
-    assert llm.settings == {"threads": 2, "kv_dtype": "f32", "backend": "reference", "offline": True}
+    assert llm.settings == {"threads": 2, "kv_dtype": "f32", "backend": "reference", "gpu": None, "offline": True}
 
 
 def test_defaults_are_those_of_the_python_interface() -> None:

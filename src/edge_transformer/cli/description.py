@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from edge_transformer.cpu.limits import check_attention
 from edge_transformer.errors import EdgeTransformerError, TextError, UnsupportedModelError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.models.config import ModelConfig, ModelSpec
+from edge_transformer.models.forward import attention_shapes
 from edge_transformer.models.read import read_model
+from edge_transformer.ops.tensor import DType
 from edge_transformer.text.load import load_text
 
 KV_BYTES = {"bf16": 2, "f32": 4}
@@ -38,6 +41,7 @@ def describe(path: Path) -> tuple[dict[str, Any], EdgeTransformerError | None]:
         try:
             facts |= _file_facts(checkpoint)
             spec = read_model(checkpoint)
+            refusal = _limit_of_the_cpu(spec.config)
             facts |= _architecture_facts(spec.config)
             facts |= {"parameters": _parameters(checkpoint, spec), "parts": _parts(checkpoint, spec)}
             text = load_text(checkpoint)
@@ -48,6 +52,16 @@ def describe(path: Path) -> tuple[dict[str, Any], EdgeTransformerError | None]:
             checkpoint.close()
     facts |= {"runs": refusal is None, "reason": None if refusal is None else str(refusal)}
     return facts, refusal
+
+
+def _limit_of_the_cpu(config: ModelConfig) -> UnsupportedModelError | None:
+    """Why the default backend would refuse a model that the gate understands; None when it runs."""
+    try:
+        for shape in attention_shapes(config, DType.F32):
+            check_attention(shape)
+    except UnsupportedModelError as error:
+        return error
+    return None
 
 
 def _file_facts(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -17,6 +17,8 @@ PROBE_BYTES = 32 << 20
 
 def expectation(llm: LLM) -> str | None:
     """A line on the rate to expect; None for a model small enough not to need one."""
+    if llm.plan is not None:  # the ledger says what moves; how fast the bus is, nobody has measured yet
+        return None
     memory = llm.memory
     weights = memory["weights_mapped"] + memory["weights_rearranged"]
     if weights < WORTH_SAYING:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
 if TYPE_CHECKING:
-    from edge_transformer import LLM, GenerationConfig
+    from edge_transformer import LLM, GenerationConfig, GpuSettings
     from edge_transformer.hub import Progress
+
+# The base class is generic for type checkers only, in the click versions that are supported.
+if TYPE_CHECKING:
+    _SizeType = click.ParamType[int]
+    _CapabilityType = click.ParamType[tuple[int, int]]
+else:
+    _SizeType = _CapabilityType = click.ParamType
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -73,6 +81,47 @@ _GENERATION: dict[str, dict[str, Any]] = {
     "stop": {"multiple": True, "metavar": "TEXT", "help": "End before TEXT appears in the answer; can be repeated."},
 }
 
+
+class Size(_SizeType):
+    """A number of bytes: 512MiB, 3.5GB, 400000000."""
+
+    name = "size"
+    units: ClassVar[dict[str, int]] = {
+        "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+        "K": 2**10, "M": 2**20, "G": 2**30,
+    }  # fmt: skip
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([a-zA-Z]*)", str(value))
+        if match is None or match[2].upper() not in self.units:
+            self.fail(f"{value!r} is no size; write it like 512MiB, 3.5GB or a number of bytes.", param, ctx)
+        return int(float(match[1]) * self.units[match[2].upper()])
+
+
+class Capability(_CapabilityType):
+    """A compute capability: 7.5."""
+
+    name = "capability"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        match = re.fullmatch(r"([0-9]{1,2})\.([0-9])", str(value))
+        if match is None:
+            self.fail(f"{value!r} is no compute capability; write it like 7.5.", param, ctx)
+        return int(match[1]), int(match[2])
+
+
+_GPU_OPTIONS = {
+    "device": "device",
+    "vram": "vram_bytes",
+    "resident_layers": "resident_layers",
+    "slots": "slots",
+    "kv_offload": "kv_offload",
+    "lm_head": "lm_head",
+    "fast_prefill": "fast_prefill",
+    "gpu_arch": "force_capability",
+}
+"""Option to field of GpuSettings."""
+
 # Names are the parameters of LLM, with dashes, but for --ctx.
 _ENGINE: dict[str, dict[str, Any]] = {
     "threads": {
@@ -92,10 +141,45 @@ _ENGINE: dict[str, dict[str, Any]] = {
         "help": "Numbers in the KV cache; f32 is exact and takes twice the memory.",
     },
     "backend": {
-        "type": click.Choice(["cpu", "reference"]),
+        "type": click.Choice(["cpu", "cuda", "reference"]),
         "default": "cpu",
         "show_default": True,
-        "help": "What computes; reference is numpy: slow, for checking.",
+        "help": "What computes; cuda is an NVIDIA GPU, reference is numpy: slow, for checking.",
+    },
+    "device": {"metavar": "N", "type": click.IntRange(0), "help": "With cuda: which GPU (default: 0)."},
+    "vram": {
+        "metavar": "SIZE",
+        "type": Size(),
+        "help": "With cuda: never take more GPU memory for weights and caches than this, such as 512MiB or 3.5GB "
+        "(default: what is free).",
+    },
+    "resident-layers": {
+        "metavar": "N",
+        "type": click.IntRange(-1),
+        "help": "With cuda: layers whose weights stay on the GPU, the others are streamed; -1 is all (default: as many "
+        "as fit).",
+    },
+    "slots": {
+        "metavar": "N",
+        "type": click.IntRange(2),
+        "help": "With cuda: buffers for streamed layers (default: 2).",
+    },
+    "kv-offload/--no-kv-offload": {
+        "default": None,
+        "help": "With cuda: keep the KV cache in host memory and stream it (default: where it does not fit).",
+    },
+    "lm-head": {
+        "type": click.Choice(["gpu", "cpu"]),
+        "help": "With cuda: where the output projection is computed (default: on the GPU where it fits).",
+    },
+    "fast-prefill": {
+        "is_flag": True,
+        "help": "With cuda: round the activations of prompts to bf16 (about 1e-3 of error instead of 1e-6).",
+    },
+    "gpu-arch": {
+        "metavar": "MAJOR.MINOR",
+        "type": Capability(),
+        "help": "With cuda: take the path of an older GPU, such as 7.5; for checking.",
     },
     "offline": {"is_flag": True, "help": "Use only what is on this machine."},
 }
@@ -129,9 +213,25 @@ def load_model(model: str, options: dict[str, Any], progress: Progress) -> LLM:
         threads=options["threads"],
         kv_dtype=options["kv_dtype"],
         backend=options["backend"],
+        gpu=_gpu_settings(options),
         offline=options["offline"],
         progress=progress,
     )
+
+
+def _gpu_settings(options: dict[str, Any]) -> GpuSettings | None:
+    """What the options of a GPU ask for, None for another backend. Raises UsageError for an option without a GPU."""
+    given = {name: options[name] for name in _GPU_OPTIONS if options[name] is not None}
+    if not options["fast_prefill"]:  # a flag that was not given
+        del given["fast_prefill"]
+    if options["backend"] != "cuda":
+        if given:
+            name = next(iter(given)).replace("_", "-")
+            raise click.UsageError(f"--{name} needs --backend cuda.")
+        return None
+    from edge_transformer import GpuSettings
+
+    return GpuSettings(**{_GPU_OPTIONS[name]: value for name, value in given.items()})
 
 
 def _add(options: dict[str, dict[str, Any]], command: Command) -> Command:

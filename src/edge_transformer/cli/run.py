@@ -13,6 +13,7 @@ import click
 from edge_transformer.cli.answer import write_answer
 from edge_transformer.cli.console import note, peak_memory, progress_bar, statistics
 from edge_transformer.cli.expectation import expectation
+from edge_transformer.cli.ledger import ledger
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import engine_options, generation_config, generation_options, load_model
 
@@ -65,6 +66,8 @@ def command(
     with contextlib.ExitStack() as stack:
         with progress_bar() as progress:
             llm = stack.enter_context(load_model(model, options, progress))
+        if llm.plan is not None:
+            note(ledger(llm.plan))
         if (expected := expectation(llm)) is not None:
             note(expected)
         messages = [{"role": "system", "content": system}] if system is not None else []

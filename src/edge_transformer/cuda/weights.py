@@ -32,6 +32,8 @@ class HostModel(Protocol):
         """(address, bytes, read only) of all memory that matrices lie in, to be page-locked."""
         ...
 
+    def close(self) -> None: ...
+
 
 def segment_bytes(segment: Mapping[str, Weight]) -> int:
     """Bytes of a segment in the arena: its matrices, each 256-aligned."""
@@ -95,9 +97,10 @@ class GpuWeights:
             self._current = None
 
     def close(self) -> None:
-        """Wait for copies under way, then let the host memory go."""
+        """Wait for copies under way, then unlock and give back the host memory."""
         self._gpu.synchronize()
         self._registrations.close()
+        self._host.close()
 
     def _lock_host_memory(self) -> None:
         for address, nbytes, read_only in self._host.locked_ranges():

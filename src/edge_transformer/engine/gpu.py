@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.backend import CudaBackend
 from edge_transformer.cuda.device_batch import BatchCapacity, tiles_of_context
@@ -14,13 +13,45 @@ from edge_transformer.cuda.weights import GpuWeights, segment_bytes, vector_byte
 from edge_transformer.engine.core import MAX_ROWS, Engine
 from edge_transformer.engine.kv import TileGeometry, TileMemory
 from edge_transformer.engine.weights import HostWeights
+from edge_transformer.errors import UsageError
 from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.formats.weight import round_up
+from edge_transformer.hub.progress import Progress, silent
 from edge_transformer.models import forward
 from edge_transformer.models.config import ModelSpec
+from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS
 from edge_transformer.ops.tensor import DType
-from edge_transformer.placement.plan import Demand, KvPlace, Plan, Wishes, make_plan
+from edge_transformer.placement.plan import Demand, HeadPlace, KvPlace, Plan, Wishes, make_plan
+
+MARGIN_BYTES = 256 << 20
+"""Free memory that a budget nobody gave leaves alone: kernels, local memory, what else the user does."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSettings:
+    """How to use a GPU; None leaves a choice to the planner.
+
+    device: number of the GPU. vram_bytes: limit of the arena (None: what is free, less a margin). resident_layers:
+    -1 all, 0 none, n spread evenly. slots: for streamed layers, at least 2. kv_offload: KV cache in host memory.
+    lm_head: "gpu" or "cpu". fast_prefill: one bf16 term for the activations of prompts. force_capability: the kernels'
+    path for an older card, such as (7, 5).
+    """
+
+    device: int = 0
+    vram_bytes: int | None = None
+    resident_layers: int | None = None
+    slots: int | None = None
+    kv_offload: bool | None = None
+    lm_head: str | None = None
+    fast_prefill: bool = False
+    force_capability: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.lm_head is not None and self.lm_head not in tuple(HeadPlace):
+            raise UsageError(f"lm_head is {self.lm_head!r}; allowed: {', '.join(HeadPlace)}")
+        if self.vram_bytes is not None and self.vram_bytes < 1:
+            raise UsageError(f"vram_bytes is {self.vram_bytes}; allowed: 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +69,7 @@ def open_gpu_engine(
     checkpoint: Checkpoint,
     spec: ModelSpec,
     host_weights: HostWeights,
-    host: CpuBackend,
+    host: Backend,
     kv_dtype: DType,
     options: GpuOptions,
     max_rows: int = MAX_ROWS,
@@ -83,6 +114,36 @@ def open_gpu_engine(
     backend = CudaBackend(gpu, arena, compute, capacity, host, kv_memory, buffer_bytes, options.fast_prefill)
     weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
     return Engine(checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory), plan
+
+
+def open_on_cuda(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    host_weights: HostWeights,
+    host: Backend,
+    kv_dtype: DType,
+    context_length: int,
+    settings: GpuSettings,
+    progress: Progress | None,
+) -> tuple[Engine, Plan]:
+    """The engine on a GPU of this machine. `progress` hears of kernels that are compiled at first use.
+
+    Raises GpuError when there is no GPU, driver or package to use it; else as open_gpu_engine.
+    """
+    from edge_transformer.cuda.driver import CudaGpu
+
+    gpu = CudaGpu(settings.device, settings.force_capability, progress=progress or silent)
+    try:
+        budget = settings.vram_bytes
+        if budget is None:
+            budget = max(0, gpu.memory_info()[0] - MARGIN_BYTES)
+        head = None if settings.lm_head is None else HeadPlace(settings.lm_head)
+        wishes = Wishes(budget, settings.resident_layers, settings.slots, settings.kv_offload, head)
+        options = GpuOptions(wishes, context_length, fast_prefill=settings.fast_prefill)
+        return open_gpu_engine(gpu, checkpoint, spec, host_weights, host, kv_dtype, options)
+    except BaseException:
+        gpu.close()
+        raise
 
 
 def _resident_tiles(geometry: TileGeometry, context_length: int, max_rows: int) -> int:

@@ -27,9 +27,13 @@ from edge_transformer.ops.tensor import DType
 # What is not needed to start loading is imported while the weights load (engine/loading.py): a model of this size
 # answers in a quarter of a second, of which Python's imports are a large part.
 if TYPE_CHECKING:
+    from edge_transformer.engine.core import Engine
     from edge_transformer.engine.generation import Generation, Stream
+    from edge_transformer.engine.gpu import GpuSettings
     from edge_transformer.engine.sampling import GenerationConfig
     from edge_transformer.engine.sequence import Sequence as EngineSequence
+    from edge_transformer.hub.progress import Progress
+    from edge_transformer.placement.plan import Plan
     from edge_transformer.text.chat_template import ChatTemplate
     from edge_transformer.text.tokenizer import Tokenizer
 
@@ -45,7 +49,8 @@ class LLM:
     model: a folder, a .gguf file, a Hugging Face id ("org/name"), or "demo".
     context_length: at most this many tokens of prompt and answer (None: what the model was made for).
     threads: CPU threads (None: the cores this process may use). kv_dtype: "bf16" or "f32".
-    backend: "cpu", or "reference" (numpy; slow, for checking). progress: called as progress(stage, done, total).
+    backend: "cpu", "cuda" (a GPU, used as `gpu` says), or "reference" (numpy; slow, for checking).
+    progress: called as progress(stage, done, total).
     offline: never ask the network.
 
     Close it, or use it as a context manager, to unmap files and end threads. Several streams may be open at once; calls
@@ -61,10 +66,13 @@ class LLM:
         threads: int | None = None,
         kv_dtype: str = "bf16",
         backend: str = "cpu",
+        gpu: GpuSettings | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         offline: bool = False,
     ) -> None:
         started = time.perf_counter()
+        if gpu is not None and backend != "cuda":
+            raise UsageError(f"settings of a GPU were given, but the backend is {backend!r}; use backend='cuda'")
         if kv_dtype not in KV_DTYPES:
             raise UsageError(f"kv_dtype is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
         self.path = resolve(model, offline=offline, progress=progress)
@@ -77,14 +85,34 @@ class LLM:
             undo.callback(self._backend.close)
             self._weights, self._text = load_weights_and_text(self._checkpoint, self._spec, load_threads, progress)
             undo.callback(self._weights.close)
-            from edge_transformer.engine.core import Engine
-
-            self.engine = Engine(self._checkpoint, self._spec, self._backend, self._weights, KV_DTYPES[kv_dtype])
+            self.engine, self.plan = self._open_engine(backend, KV_DTYPES[kv_dtype], gpu, progress)
             undo.pop_all()
         self._kept_lock = threading.Lock()
         self._kept: tuple[EngineSequence, int] | None = None
         self._closed = False
         self.load_s = time.perf_counter() - started
+
+    def _open_engine(
+        self, backend: str, kv_dtype: DType, gpu: GpuSettings | None, progress: Progress | None
+    ) -> tuple[Engine, Plan | None]:
+        """The engine, and the plan of the GPU's memory where there is one."""
+        if backend == "cuda":
+            from edge_transformer.engine.gpu import GpuSettings, open_on_cuda
+
+            settings = GpuSettings() if gpu is None else gpu
+            return open_on_cuda(
+                self._checkpoint,
+                self._spec,
+                self._weights,
+                self._backend,
+                kv_dtype,
+                self.context_length,
+                settings,
+                progress,
+            )
+        from edge_transformer.engine.core import Engine
+
+        return Engine(self._checkpoint, self._spec, self._backend, self._weights, kv_dtype), None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -290,8 +318,8 @@ def _context_length(config: ModelConfig, asked: int | None) -> int:
 
 
 def _make_backend(name: str, threads: int | None) -> tuple[Backend, int]:
-    """The executor, and how many threads re-arrange weights at load."""
-    if name == "cpu":
+    """The executor (for a GPU: of what stays on the CPU), and how many threads re-arrange weights at load."""
+    if name in ("cpu", "cuda"):
         from edge_transformer.cpu.backend import CpuBackend
 
         backend = CpuBackend(threads)
@@ -300,4 +328,4 @@ def _make_backend(name: str, threads: int | None) -> tuple[Backend, int]:
         from edge_transformer.ops.reference.backend import ReferenceBackend
 
         return ReferenceBackend(), 1
-    raise UsageError(f"backend is {name!r}; allowed: cpu, reference")
+    raise UsageError(f"backend is {name!r}; allowed: cpu, cuda, reference")

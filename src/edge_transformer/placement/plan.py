@@ -65,7 +65,7 @@ class Wishes:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The answer. `resident[layer]`; `unit_layers`: a slot holds a whole layer, else one segment; slot_bytes of each of
-    `slots` slots (0 slots when all is resident).
+    `slots` slots (0 slots when all is resident). streamed_bytes: weights that each pass moves over the bus.
     """
 
     resident: tuple[bool, ...]
@@ -75,6 +75,7 @@ class Plan:
     head: HeadPlace
     kv: KvPlace
     ledger: tuple[tuple[str, int], ...]
+    streamed_bytes: int
 
     @property
     def arena_bytes(self) -> int:
@@ -167,7 +168,7 @@ def _plan(demand: Demand, resident_count: int, slots: int, unit_layers: bool, he
         ("workspace", demand.workspace_bytes),
     )
     aligned = tuple((label, round_up(nbytes, ALIGNMENT)) for label, nbytes in ledger)
-    return Plan(resident, slots, unit_layers, slot_bytes, head, kv, aligned)
+    return Plan(resident, slots, unit_layers, slot_bytes, head, kv, aligned, sum(map(sum, streamed)))
 
 
 def _bytes_moved(demand: Demand, plan: Plan) -> int:
@@ -175,11 +176,8 @@ def _bytes_moved(demand: Demand, plan: Plan) -> int:
     when it is offloaded, and for an output projection on the CPU its bytes once more (host memory is about as fast as
     the bus, and the CPU's part is hidden only in part).
     """
-    weights = sum(
-        sum(segments) for segments, stays in zip(demand.segment_bytes, plan.resident, strict=True) if not stays
-    )
     kv = demand.kv_context_bytes // 2 if plan.kv is KvPlace.HOST else 0
-    return weights + kv + (demand.head_bytes if plan.head is HeadPlace.CPU else 0)
+    return plan.streamed_bytes + kv + (demand.head_bytes if plan.head is HeadPlace.CPU else 0)
 
 
 def _mib(nbytes: int, up: bool = True) -> str:

@@ -1,0 +1,73 @@
+"""Options of a GPU: sizes, what is passed on, what is refused without --backend cuda, and the ledger."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from edge_transformer.cli.ledger import ledger
+from edge_transformer.cli.options import Capability, Size, load_model
+from edge_transformer.errors import UsageError
+from edge_transformer.placement.plan import Demand, Wishes, make_plan
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("512MiB", 512 << 20),
+        ("3.5GB", 3_500_000_000),
+        ("400", 400),
+        ("1 gib", 1 << 30),
+        ("2K", 2048),
+        ("0.5M", 1 << 19),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert Size().convert(text, None, None) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1MB", "1e9", "5 XB", "1.2.3MB", "9" * 40, "nan", "1MB "])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no size"):
+        Size().convert(text, None, None)
+
+
+def test_capabilities() -> None:
+    assert Capability().convert("7.5", None, None) == (7, 5)
+    for text in ("75", "7.", "a.b", "7.55"):
+        with pytest.raises(click.BadParameter, match="compute capability"):
+            Capability().convert(text, None, None)
+
+
+NOTHING = {
+    "ctx": None, "threads": None, "kv_dtype": "bf16", "offline": True, "device": None, "vram": None,
+    "resident_layers": None, "slots": None, "kv_offload": None, "lm_head": None, "fast_prefill": False,
+    "gpu_arch": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"vram": 1}, {"resident_layers": 0}, {"slots": 2}, {"kv_offload": False}, {"lm_head": "cpu"}, {"device": 0}],
+)
+def test_options_of_a_gpu_need_one(given: dict[str, object]) -> None:
+    name = next(iter(given)).replace("_", "-")
+    with pytest.raises(click.UsageError, match=f"--{name} needs --backend cuda"):
+        load_model("demo", NOTHING | {"backend": "cpu"} | given, lambda *_: None)
+
+
+def test_ledger_tells_what_lies_where() -> None:
+    demand = Demand(((1 << 20, 1 << 20),) * 4, 1000, 1 << 20, 1 << 20, 1 << 22, 1 << 16)
+    text = ledger(make_plan(demand, Wishes(1 << 40, resident_layers=1, slots=2, kv_offload=True)))
+    assert "3 of 4 layers: 6.0 MiB over the bus each pass" in text
+    assert "in host memory, streamed through two buffers" in text
+    assert "output projection: on the GPU" in text
+
+
+def test_settings_of_a_gpu_are_refused_for_another_backend() -> None:
+    from edge_transformer import LLM, GpuSettings
+
+    with pytest.raises(UsageError, match="backend='cuda'"):
+        LLM("demo", gpu=GpuSettings())
+    with pytest.raises(UsageError, match="lm_head is 'disk'"):
+        GpuSettings(lm_head="disk")
