@@ -69,7 +69,8 @@ def write_model(folder: Path, shape: dict[str, int]) -> Path:
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 4096)
     scale = 0.7 / np.sqrt(hidden)
-    block = (np.random.default_rng(0).standard_normal(8 << 20).astype(np.float32) * scale).view(np.uint32) >> 16
+    numbers = (np.random.default_rng(0).standard_normal(8 << 20) * scale).astype(np.float32)
+    block = numbers.view(np.uint32) >> 16
     data = block.astype(np.uint16).tobytes()
     ones = np.full(hidden, 0x3F80, np.uint16).tobytes()
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ def report(mode: str, plan: Plan, engine: Engine, head_bytes: int, bus: float, d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("modes", nargs="*", choices=[*MODES, []], default=list(MODES))
+    parser.add_argument("modes", nargs="*", metavar="MODE", help=", ".join(MODES))
     parser.add_argument("--depth", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--threads", type=int, default=16)
@@ -158,7 +159,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = write_model(Path(folder) / arguments.shape, SHAPES[arguments.shape])
-        for mode in arguments.modes:
+        for mode in arguments.modes or MODES:
             checkpoint = open_checkpoint(path)
             spec = read_model(checkpoint)
             gpu = CudaGpu(forced_capability=(7, 5) if arguments.plain else None)
