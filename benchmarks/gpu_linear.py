@@ -187,19 +187,25 @@ def gemv_speed(bench: Bench, weights: list[Weight], x: Tensor, out: Tensor, live
 
 
 def sweep(bench: Bench, formats: Sequence[WeightFormat]) -> None:
-    usual = linear._gemv_shape
+    usual = linear.gemv_shape
     for weight_format in formats:
         for rows, cols in ((65536, 4096), (1536, 1536)):
             count = max(1, (512 << 20) // packed_layout(weight_format, rows, cols).nbytes)
             weights = [bench.weight(weight_format, rows, cols) for _ in range(min(count, 256))]
-            x, out, live = bench.tensor(1, cols), bench.output(1, rows), bench.rows(0, 1)
-            for shape in ((1, 1), (1, 2), (1, 4), (1, 6), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)):
-                linear._gemv_shape = lambda *_, shape=shape: shape
-                speed = gemv_speed(bench, weights, x, out, live)
+            for batch, threads in ((1, 128), (1, 256), (4, 256), (8, 256), (8, 512)):
+                x, out, live = bench.tensor(batch, cols), bench.output(batch, rows), bench.rows(0, batch)
+                chunk = usual(weight_format, bench.gpu.properties.capability, batch, False, True).chunk
+                figures = ""
+                for of_warp, ahead in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1)):
+                    if of_warp * ahead * batch > 32:
+                        continue
+                    shape = linear.GemvShape(of_warp, ahead, threads, chunk)
+                    linear.gemv_shape = lambda *_, shape=shape: shape
+                    figures += f" {of_warp}x{ahead} {gemv_speed(bench, weights, x, out, live) / 1e9:5.0f},"
                 print(
-                    f"{weight_format.value} {rows} x {cols}, rows {shape[0]}, ahead {shape[1]}: {speed / 1e9:.0f} GB/s"
+                    f"{weight_format.value} {rows} x {cols} for {batch}, {threads} threads, rows x ahead:{figures[:-1]}"
                 )
-            linear._gemv_shape = usual
+            linear.gemv_shape = usual
             bench.free()
 
 

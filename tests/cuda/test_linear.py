@@ -11,7 +11,7 @@ import pytest
 
 from cpu.made_weights import MadeWeight, make_weight
 from cuda.device_pass import F32, DevicePass
-from edge_transformer.cuda.linear import LinearOps
+from edge_transformer.cuda.linear import LinearOps, gemv_shape
 from edge_transformer.formats.weight import FORMATS, Weight, WeightFormat, packed_layout
 from edge_transformer.ops.contracts import CONTRACTS
 from edge_transformer.ops.tensor import Tensor
@@ -98,8 +98,8 @@ def test_rows_do_not_depend_on_their_company(capability: tuple[int, int], weight
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 @pytest.mark.parametrize("weight_format", [WeightFormat.BF16, WeightFormat.Q4_0, WeightFormat.Q8_0])
 def test_more_columns_than_shared_memory_takes(weight_format: WeightFormat, tokens: int) -> None:
-    ops, rng = Ops(), np.random.default_rng()
-    cols = 8192 // tokens + 96
+    ops, rng = Ops(PLAIN), np.random.default_rng()
+    cols = gemv_shape(weight_format, PLAIN, tokens, False, False).chunk + 96
     made = make_weight(weight_format, 3, cols, rng)
     x = random(tokens, cols)
     assert_close(ops.product(ops.at.weight(made.weight), x, prompt=0), made, x)
@@ -125,6 +125,26 @@ def test_numbers_of_one_sign_over_many_columns(weight_format: WeightFormat, capa
     x = np.abs(random(2, 3072)) * np.sign(made.values[:2])
     assert_close(ops.product(ops.at.weight(made.weight), x, prompt=2), made, x)
     assert_close(ops.product(ops.at.weight(made.weight), x, prompt=0), made, x)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("weight_format", [WeightFormat.F32, WeightFormat.Q5_1])
+def test_more_weight_rows_than_blocks_take_at_once(weight_format: WeightFormat, tokens: int) -> None:
+    """Blocks take several tiles, of several matrices; x goes to shared memory once, or again for every tile."""
+    ops, rng = Ops(), np.random.default_rng()
+    for cols in (64, 6144 + 96) if tokens == 8 else (64,):
+        sizes = (301, 7, 150) if cols == 64 else (130, 7, 50)
+        made = [make_weight(weight_format, size, cols, rng) for size in sizes]
+        x = random(tokens, cols)
+        outs = [ops.at.output((tokens, size)) for size in sizes]
+        weights = [ops.at.weight(one.weight) for one in made]
+        rows = ops.at.rows(0, tokens)
+        ops.linear.linear_group(weights, [None] * 3, ops.at.tensor(x), outs, rows, ops.at.stream)
+        for one, weight, out in zip(made, weights, outs, strict=True):
+            got = ops.at.read(out)
+            assert_close(got, one, x)
+            part = one.weight.layout.rows // 2
+            assert np.array_equal(got[:part], ops.product(weight, x, prompt=0)[:part])
 
 
 def test_fast_prefill_rounds_activations_to_bf16() -> None:

@@ -10,6 +10,7 @@ that do not fit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -23,33 +24,77 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 GEMV_BATCHES = (1, 2, 4, 8)
 
 _WARP = 32
-_GEMV_THREADS = 128
+_CHUNK_STEP, _LARGEST_CHUNK = 1024, 15360  # columns of x
+_SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+_THREADS_OF_MULTIPROCESSOR = 1024  # that GEMV blocks are launched for
+_MANY_ROWS = 32  # weight rows for each multiprocessor from which a warp takes two at a time
 _GEMM_THREADS = 256
 _MATRICES = 3  # a launch works on up to three matrices of one format
 _MMA_TILE = (64, 128)  # rows of x, rows of the weight
 _FMA_TILE = (64, 64)
-_DECODE_KIND, _LOGIT_KIND = 1, 2  # rows.cuh
+_DECODE_KIND, _LOGIT_KIND, _ALL_KIND = 1, 2, 3  # rows.cuh
 _STORE, _ADD, _GATE, _SOFTCAP = range(4)  # linear.cuh
 _NO_MATRIX: tuple[Argument, ...] = (0, np.int64(0), np.int64(0), np.int64(0), 0, 0, np.int32(0))
 _FLOAT_BYTES = {WeightFormat.F32: 4, WeightFormat.F16: 2, WeightFormat.BF16: 2}
 
 
-def gemv_source(weight_format: WeightFormat, batch: int, gated: bool, tail: bool) -> KernelSource:
+@dataclass(frozen=True, slots=True)
+class GemvShape:
+    """How the GEMV is cut; no result depends on it. rows: weight rows of a warp; ahead: steps under way; chunk: columns
+    of x in shared memory.
+    """
+
+    rows: int
+    ahead: int
+    threads: int
+    chunk: int
+
+    @property
+    def tile_rows(self) -> int:
+        return self.threads // _WARP * self.rows
+
+
+def gemv_shape(
+    weight_format: WeightFormat, capability: tuple[int, int], batch: int, gated: bool, many_rows: bool
+) -> GemvShape:
+    """many_rows: there are enough rows for every warp of the GPU to take several."""
+    rows = 2 if many_rows and not (gated and batch > 1) else 1
+    threads = {1: 128, 2: 128, 4: 256, 8: 512}[batch]
+    ahead = 1
+    if batch <= 2:
+        ahead = 4 if _unit_columns(weight_format) < _WARP and batch == 1 and rows == 1 else 2
+    largest = _SHARED_BYTES[capability[0] * 10 + capability[1]] * 16 // (batch * 4 * 17)  # a sum for 16 numbers
+    chunk = max(_CHUNK_STEP, min(_LARGEST_CHUNK, largest // _CHUNK_STEP * _CHUNK_STEP))
+    return GemvShape(rows, ahead, threads, chunk)
+
+
+def gemv_source(weight_format: WeightFormat, shape: GemvShape, batch: int, gated: bool, tail: bool) -> KernelSource:
     """The kernel for `batch` (1, 2, 4, 8) rows of x. tail: the columns do not fill the last 16 bytes of a row."""
-    rows, ahead = _gemv_shape(weight_format, batch, gated)
     return KernelSource(
         "gemv.cu",
         "gemv",
-        _GEMV_THREADS,
+        shape.threads,
         (
             ("ETE_FORMAT", weight_format.value),
             ("ETE_BATCH", str(batch)),
-            ("ETE_ROWS_PER_WARP", str(rows)),
-            ("ETE_AHEAD", str(ahead)),
+            ("ETE_ROWS_PER_WARP", str(shape.rows)),
+            ("ETE_AHEAD", str(shape.ahead)),
+            ("ETE_CHUNK", str(shape.chunk)),
             ("ETE_GATED", str(int(gated))),
             ("ETE_TAIL", str(int(tail))),
         ),
     )
+
+
+def _gemv_sources(weight_format: WeightFormat, capability: tuple[int, int], tail: bool) -> list[KernelSource]:
+    """Every GEMV that weights of a format may need."""
+    sources = [
+        gemv_source(weight_format, gemv_shape(weight_format, capability, batch, gated, many_rows), batch, gated, tail)
+        for batch in GEMV_BATCHES
+        for gated in (False, True)
+        for many_rows in (False, True)
+    ]
+    return list(dict.fromkeys(sources))
 
 
 def gemm_source(weight_format: WeightFormat, capability: tuple[int, int], terms: int) -> KernelSource:
@@ -65,12 +110,8 @@ def all_sources(formats: Iterable[WeightFormat], capability: tuple[int, int]) ->
     sources = []
     for weight_format in formats:
         tails = (False, True) if weight_format in _FLOAT_BYTES else (False,)
-        sources += [
-            gemv_source(weight_format, batch, gated, tail)
-            for batch in GEMV_BATCHES
-            for gated in (False, True)
-            for tail in tails
-        ]
+        for tail in tails:
+            sources += _gemv_sources(weight_format, capability, tail)
         terms = (3, 1) if capability >= (8, 0) else (3,)
         sources += [gemm_source(weight_format, capability, count) for count in terms]
     return sources
@@ -90,10 +131,10 @@ class LinearOps:
     def prepare(self, formats_cols: Iterable[tuple[WeightFormat, int]]) -> None:
         """Load all kernels that weights of these formats and column counts may need."""
         for weight_format, tail in sorted({(known, _has_tail(known, cols)) for known, cols in formats_cols}):
-            for batch in GEMV_BATCHES:
-                for gated in (False, True):
-                    self._kernel(gemv_source(weight_format, batch, gated, tail))
-            self._kernel(gemm_source(weight_format, self._gpu.properties.capability, self._terms))
+            capability = self._gpu.properties.capability
+            for source in _gemv_sources(weight_format, capability, tail):
+                self._kernel(source)
+            self._kernel(gemm_source(weight_format, capability, self._terms))
 
     def linear_group(
         self,
@@ -138,7 +179,8 @@ class LinearOps:
         two_steps = rows
         if rows.decode and gate.layout.format is up.layout.format:
             matrices = [(gate, gate_bias, out), (up, up_bias, out)]
-            self._gemv(matrices, x, rows.decode, _DECODE_KIND, rows.counts, stream, activation=number, gated=True)
+            kind = _decode_kind(rows)
+            self._gemv(matrices, x, rows.decode, kind, rows.counts, stream, activation=number, gated=True)
             two_steps = LaunchRows(rows.prompt, 0, 0, rows.counts)
         self._products([(gate, gate_bias, out)], x, two_steps, stream, _STORE)
         self._products([(up, up_bias, out)], x, two_steps, stream, _GATE, number)
@@ -186,7 +228,7 @@ class LinearOps:
         if rows.prompt:
             self._gemm(matrices, x, rows.prompt, rows.counts, stream, epilogue, activation)
         if rows.decode:
-            self._gemv(matrices, x, rows.decode, _DECODE_KIND, rows.counts, stream, epilogue, activation)
+            self._gemv(matrices, x, rows.decode, _decode_kind(rows), rows.counts, stream, epilogue, activation)
 
     def _gemm(
         self,
@@ -227,19 +269,24 @@ class LinearOps:
     ) -> None:
         layout = matrices[0][0].layout
         batch = next((size for size in GEMV_BATCHES if size >= rows), GEMV_BATCHES[-1])
-        source = gemv_source(layout.format, batch, gated, _has_tail(layout.format, layout.cols))
+        properties = self._gpu.properties
+        tiled = [weight.layout.rows for weight, _, _ in (matrices[:1] if gated else matrices)]
+        many_rows = sum(tiled) >= _MANY_ROWS * properties.multiprocessors
+        shape = gemv_shape(layout.format, properties.capability, batch, gated, many_rows)
+        source = gemv_source(layout.format, shape, batch, gated, _has_tail(layout.format, layout.cols))
         arguments = _matrix_arguments(matrices, x, rows)
-        tile_rows = _GEMV_THREADS // _WARP * _gemv_shape(layout.format, batch, gated)[0]
-        tiles = sum(-(-weight.layout.rows // tile_rows) for weight, _, _ in (matrices[:1] if gated else matrices))
+        tiles = sum(-(-size // shape.tile_rows) for size in tiled)
+        blocks = properties.multiprocessors * (_THREADS_OF_MULTIPROCESSOR // shape.threads)
         self._gpu.launch(
             self._kernel(source),
-            (tiles, -(-rows // GEMV_BATCHES[-1]), 1),
-            _gemv_shared_bytes(layout.format, batch, layout.cols),
+            (min(tiles, blocks), -(-rows // GEMV_BATCHES[-1]), 1),
+            _gemv_shared_bytes(layout.format, shape.chunk, batch, layout.cols),
             stream,
             (
                 x.address,
                 counts,
                 np.int32(row_kind),
+                np.int32(rows),
                 np.int32(layout.cols),
                 np.int32(epilogue),
                 np.int32(activation),
@@ -256,13 +303,9 @@ class LinearOps:
         return kernel
 
 
-def _gemv_shape(weight_format: WeightFormat, batch: int, gated: bool) -> tuple[int, int]:
-    """(weight rows of a warp, steps loaded ahead): what keeps enough bytes under way within the registers."""
-    if batch <= 2:
-        return (1 if gated else 2), (4 if batch == 1 and _unit_columns(weight_format) < _WARP else 2)
-    if batch == 4:
-        return (1 if gated else 2), 2
-    return (1 if gated or weight_format is WeightFormat.Q6_K else 2), 1
+def _decode_kind(rows: LaunchRows) -> int:
+    """Without prompt rows the decode rows are all rows, and the kernel need not wait to learn where they begin."""
+    return _DECODE_KIND if rows.prompt else _ALL_KIND
 
 
 def _unit_columns(weight_format: WeightFormat) -> int:
@@ -275,9 +318,9 @@ def _has_tail(weight_format: WeightFormat, cols: int) -> bool:
     return cols % _unit_columns(weight_format) != 0
 
 
-def _gemv_shared_bytes(weight_format: WeightFormat, batch: int, cols: int) -> int:
-    """x of `batch` rows: whole steps of a warp, 8192 numbers at most, and a sum for 16 or 32 of them (gemv.cu)."""
-    numbers = min(8192 // batch, round_up(cols, _WARP * _unit_columns(weight_format)))
+def _gemv_shared_bytes(weight_format: WeightFormat, chunk: int, batch: int, cols: int) -> int:
+    """x of `batch` rows: whole steps of a warp, `chunk` columns at most, and a sum for 16 or 32 of them (gemv.cu)."""
+    numbers = min(chunk, round_up(cols, _WARP * _unit_columns(weight_format)))
     return batch * 4 * (numbers + numbers // 16)
 
 
