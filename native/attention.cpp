@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 #include "balanced.hpp"
 
@@ -176,6 +178,20 @@ class DecodeRows {
 };
 
 }  // namespace
+
+void check_heads(int heads, int kv_heads, int head_dim, int rotary_dim) {
+  const auto require = [](bool condition, const std::string& message) {
+    if (!condition) throw std::invalid_argument(message);
+  };
+  require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "attention has " + std::to_string(heads) + " heads and " +
+                                                                  std::to_string(kv_heads) +
+                                                                  " KV heads; needed: a multiple");
+  require(
+      head_dim >= 8 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
+      "head_dim is " + std::to_string(head_dim) + "; supported: multiples of 8 up to " + std::to_string(kMaxHeadDim));
+  require(rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= head_dim,
+          "rotary_dim is " + std::to_string(rotary_dim) + "; needed: even, at most head_dim");
+}
 
 AttentionWorkspace attention_workspace(int heads, int head_dim) {
   const int64_t state = head_dim + kStatePadding;

@@ -74,6 +74,9 @@ struct AttentionKernels {
   void (*finish)(const AttentionLayer& layer, const float* running, float* out);
 };
 
+// What the kernels take, whatever the instruction set. Throws std::invalid_argument that says what is supported.
+void check_heads(int heads, int kv_heads, int head_dim, int rotary_dim);
+
 // Bytes of scratch that the ops of a layer take from the pool, whatever the rows and the context.
 struct AttentionWorkspace {
   int64_t shared_bytes;

@@ -21,10 +21,6 @@ ETE_KERNEL_TABLE(ElementwiseKernels, elementwise_kernels)
 
 namespace {
 
-void require(bool condition, const std::string& message) {
-  if (!condition) throw std::invalid_argument(message);
-}
-
 // Attention of one layer, bound to a pool and an instruction set.
 class AttentionOp {
  public:
@@ -34,16 +30,10 @@ class AttentionOp {
         kernels_(attention_kernels_by_isa(isa)),
         elementwise_(elementwise_kernels_by_isa(isa)),
         layer_{layer, heads, kv_heads, head_dim, rotary_dim, rope, scale, softcap, window, bf16} {
-    require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "attention has " + std::to_string(heads) +
-                                                                    " heads and " + std::to_string(kv_heads) +
-                                                                    " KV heads; needed: a multiple");
-    require(
-        head_dim >= 8 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
-        "head_dim is " + std::to_string(head_dim) + "; supported: multiples of 8 up to " + std::to_string(kMaxHeadDim));
-    require(rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= head_dim,
-            "rotary_dim is " + std::to_string(rotary_dim) + "; needed: even, at most head_dim");
-    require(layer >= 0 && rope >= -1 && window >= 0 && softcap >= 0,
-            "layer, rope (-1: none), window and softcap (0: none) must not be negative");
+    check_heads(heads, kv_heads, head_dim, rotary_dim);
+    if (layer < 0 || rope < -1 || window < 0 || !(softcap >= 0)) {
+      throw std::invalid_argument("layer, rope (-1: none), window and softcap (0: none) must not be negative");
+    }
   }
 
   void append(const BatchView& batch, Address q, Address k, Address v, Address q_norm, Address k_norm,
@@ -125,6 +115,8 @@ void bind_attention(nb::module_& m) {
         return std::pair(needed.shared_bytes, needed.thread_bytes);
       },
       nb::arg("heads"), nb::arg("head_dim"), "Bytes of shared scratch and of each thread's scratch.");
+  m.def("check_heads", &check_heads, nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("rotary_dim"),
+        "Raises ValueError that says what is supported when the kernels do not take these heads.");
 }
 
 }  // namespace ete

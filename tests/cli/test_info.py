@@ -7,9 +7,18 @@ import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from tokenizers import pre_tokenizers
 
+from cpu.attention_cases import make_shape
+from edge_transformer.cli.description import describe
 from edge_transformer.cli.main import ete
+from edge_transformer.cpu.backend import CpuBackend
+from edge_transformer.errors import UnsupportedModelError
 from paths import gemma3_path, smollm2_path
+from text.tokenizer_files import byte_level_tokenizer
+from tiny.models import MODELS, TinyModel
+from tiny.weights import make_weights
+from tiny.write import write_hf
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +98,27 @@ def test_deleting_from_the_shared_cache_needs_a_yes(tmp_path: Path) -> None:
     assert snapshot.exists()
     assert "2.0 KiB freed" in invoke("rm", "org/name", "--yes").stderr
     assert not snapshot.exists()
+
+
+@pytest.mark.parametrize(("head_dim", "runs"), [(16, True), (20, False), (264, False)])
+def test_the_verdict_knows_the_limits_of_the_cpu(tmp_path: Path, head_dim: int, runs: bool) -> None:
+    """The same answer as loading gives."""
+    model = TinyModel("tiny", MODELS["llama"].config | {"head_dim": head_dim}, {})
+    path = write_hf(tmp_path / "tiny", model.config, make_weights(model))
+    byte_level_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False)).save(str(path / "tokenizer.json"))
+    facts, refusal = describe(path)
+    assert facts["head_dim"] == head_dim
+    assert facts["runs"] is runs
+    assert (refusal is None) is runs
+    shape = make_shape(4, 2, head_dim)
+    if runs:
+        CpuBackend(1).reserve(8, 32, [shape])
+    else:
+        with pytest.raises(UnsupportedModelError) as caught:
+            CpuBackend(1).reserve(8, 32, [shape])
+        assert facts["reason"] == str(caught.value)
+        assert f"head_dim is {head_dim}; supported" in facts["reason"]
+        assert invoke("info", str(path)).exit_code == 4
 
 
 @pytest.mark.real_model

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer import _native
+from edge_transformer.cpu.limits import check_attention
 from edge_transformer.cpu.linear import LinearOps, linear_workspace
 from edge_transformer.cpu.settings import cpu_settings
-from edge_transformer.errors import CapacityError, UnsupportedModelError
+from edge_transformer.errors import CapacityError
 from edge_transformer.formats.weight import Weight
 from edge_transformer.memory import HostMemory
 from edge_transformer.ops.backend import AttentionShape
@@ -53,6 +54,8 @@ class CpuBackend:
 
         Raises UnsupportedModelError for heads that the kernels do not handle, CapacityError when memory is refused.
         """
+        for shape in shapes:
+            check_attention(shape)
         try:
             self.pool.reserve(*linear_workspace(rows, cols))
             for shape in shapes:
@@ -62,10 +65,6 @@ class CpuBackend:
             raise CapacityError(
                 f"the system refused the scratch memory of {self.pool.threads} threads for passes of {rows} rows; use "
                 "fewer threads (--threads)"
-            ) from error
-        except ValueError as error:
-            raise UnsupportedModelError(
-                f"attention on the CPU: {error} (--backend reference has no such limit)"
             ) from error
 
     def gather_rows(self, table: Weight, batch: Batch, scale: float, out: Tensor) -> None:
