@@ -127,7 +127,7 @@ void ThreadPool::reserve(size_t shared_bytes, size_t thread_bytes) {
   }
 }
 
-void ThreadPool::run_part(int thread) const {
+void ThreadPool::run_part(int thread) const noexcept {
   const int64_t grains = (job_count_ + job_grain_ - 1) / job_grain_;
   const int64_t begin = grains * thread / threads_ * job_grain_;
   const int64_t end = std::min(grains * (thread + 1) / threads_ * job_grain_, job_count_);

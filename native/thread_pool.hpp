@@ -48,32 +48,37 @@ class ThreadPool {
 
   // Calls function(thread, begin, end) once per thread with the static, contiguous parts of [0, count), each part a
   // multiple of `grain` (the last one excepted), and returns when all are done. Not reentrant: one job at a time.
+  // A job must not throw: there is nobody to hand an exception of a worker to, so one ends the process
+  // (std::terminate), on whatever thread. What can fail, memory above all, is taken before the job.
   // In a child process made by fork() the workers do not exist: the caller does it all.
   template <typename Function>
   void run(int64_t count, int64_t grain, const Function& function) {
+    const Job job = [](const void* context, int thread, int64_t begin, int64_t end) noexcept {
+      (*static_cast<const Function*>(context))(thread, begin, end);
+    };
     if (threads_ == 1 || count <= grain || forked()) {
-      if (count > 0) function(0, int64_t(0), count);
+      if (count > 0) job(&function, 0, int64_t(0), count);
       return;
     }
     job_context_ = &function;
-    job_ = [](const void* context, int thread, int64_t begin, int64_t end) {
-      (*static_cast<const Function*>(context))(thread, begin, end);
-    };
+    job_ = job;
     job_count_ = count;
     job_grain_ = grain;
     dispatch();
   }
 
  private:
+  using Job = void (*)(const void* context, int thread, int64_t begin, int64_t end) noexcept;
+
   bool forked() const;
   void dispatch();
   void work(int thread);
-  void run_part(int thread) const;
+  void run_part(int thread) const noexcept;
   void stop();
 
   int threads_;
   int forks_;  // count of fork() calls this process had come from when the pool was made
-  void (*job_)(const void*, int, int64_t, int64_t) = nullptr;
+  Job job_ = nullptr;
   const void* job_context_ = nullptr;
   int64_t job_count_ = 0;
   int64_t job_grain_ = 1;

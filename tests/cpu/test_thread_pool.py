@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -137,3 +140,39 @@ def test_settings() -> None:
     for text in ("0", "-1", "two", "1.5", "100000"):
         with pytest.raises(UsageError, match="ETE_THREADS"):
             cpu_settings(environment={"ETE_THREADS": text})
+
+
+@pytest.mark.parametrize(("threads", "count"), [(1, 5), (3, 1), (3, 5)])
+def test_a_job_that_throws_ends_the_process(tmp_path: Path, threads: int, count: int) -> None:
+    """On whatever thread, and also where the caller does it all: no exception may be lost, or leave others at work."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    native = Path(__file__).parents[2] / "native"
+    (tmp_path / "job.cpp").write_text(_THROWING_JOB)
+    command = ["g++", "-std=c++20", "-pthread", f"-I{native}", "job.cpp", str(native / "thread_pool.cpp"), "-o", "job"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    ended = subprocess.run([tmp_path / "job", str(threads), str(count)], capture_output=True, timeout=30)
+    assert ended.returncode == -signal.SIGABRT
+    assert b"terminate called after throwing" in ended.stderr
+    assert ended.stdout == b""
+
+
+_THROWING_JOB = """
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "thread_pool.hpp"
+
+int main(int, char** arguments) {
+  ete::ThreadPool pool(std::atoi(arguments[1]));
+  const int64_t count = std::atoi(arguments[2]);
+  try {
+    pool.run(count, 1, [&](int, int64_t, int64_t end) {
+      if (end == count) throw std::runtime_error("in a job");
+    });
+  } catch (const std::exception&) {
+    std::puts("caught");
+  }
+}
+"""
