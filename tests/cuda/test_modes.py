@@ -196,6 +196,29 @@ def test_a_cancelled_pass_leaves_the_slots_usable(folder: Path, closing: list[En
     assert np.array_equal(pieces(opened.engine, tokens, 64, 1), expected)
 
 
+def test_decode_passes_of_a_kind_replay_one_graph(folder: Path, closing: list[Engine]) -> None:
+    """The first decode pass is recorded, the others launch no kernel one by one (but lm_head's)."""
+    opened = open_on_gpu(model_path(folder, "llama"), MODES["all resident"])
+    closing.append(opened.engine)
+    sequence = opened.engine.new_sequence()
+    captures: list[str] = []
+    opened.gpu.begin_capture, begin = (
+        lambda stream: (captures.append(stream.name), begin(stream)),
+        opened.gpu.begin_capture,
+    )
+    for tokens, kind in (
+        (tokens_of(20), "prompt"),
+        ([1], "decode"),
+        ([2], "decode"),
+        ([3], "decode"),
+        ([4, 5], "decode"),
+    ):
+        result = opened.engine.step([Chunk(sequence, tokens, kind, "last")])  # type: ignore[arg-type]
+        assert result is not None
+        result.logits()
+    assert captures == ["compute", "compute"]  # one for single rows, one for two
+
+
 class _ForgetfulGpu(EmulatedGpu):
     """Leaves out the waits of one stream."""
 

@@ -7,6 +7,7 @@ embedding's rows are gathered on the CPU, where the table lies; so is the output
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +25,7 @@ from edge_transformer.cuda.device_batch import BatchCapacity, DeviceBatch
 from edge_transformer.cuda.elementwise import ElementwiseOps
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
-from edge_transformer.cuda.runtime import Event, Gpu, Memory, Stream
+from edge_transformer.cuda.runtime import Event, Gpu, Graph, Memory, Stream
 from edge_transformer.formats.weight import Weight, round_up
 from edge_transformer.ops.backend import AttentionShape, Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
@@ -48,8 +49,22 @@ class OffloadBuffers:
             gpu.record(event, compute)
 
 
+class Mode(Enum):
+    """What the ops of the pass at hand do: queue their work, queue it into a graph, or nothing, since a graph has
+    it.
+    """
+
+    EAGER = "eager"
+    CAPTURING = "capturing"
+    REPLAYING = "replaying"
+
+
 class CudaBackend:
     """The ops on a GPU, for passes within `capacity`.
+
+    Decode passes replay a graph where nothing is streamed (`replayable`): a pass of a new kind is recorded, from the
+    upload of its batch to the selection of its logit rows, later ones of the kind are launched at once. Positions and
+    lengths are read from device memory, so the graph needs no patching.
 
     host: does what is computed on the CPU. kv_memory: (address, bytes) of the KV cache in the arena, None when it is in
     page-locked host memory and comes in runs through buffers of `kv_buffer_bytes`. Used by one thread at a time.
@@ -67,8 +82,13 @@ class CudaBackend:
         kv_memory: tuple[int, int] | None,
         kv_buffer_bytes: int = 0,
         fast_prefill: bool = False,
+        replayable: bool = False,
     ) -> None:
         self._gpu = gpu
+        self._replayable = replayable
+        self._mode = Mode.EAGER
+        self._graphs: dict[tuple[int, int, int], Graph] = {}
+        self._graph_key = (0, 0, 0)
         self._arena = arena
         self._compute = compute
         self._capacity = capacity
@@ -87,6 +107,7 @@ class CudaBackend:
         self._attentions: dict[int, tuple[AttentionShape, Attention]] = {}
         self._attention_workspace = 0
         self._staging: Memory | None = None
+        self._embedded: Memory | None = None
 
     @staticmethod
     def workspace_bytes(capacity: BatchCapacity, shapes: Sequence[AttentionShape]) -> int:
@@ -105,14 +126,20 @@ class CudaBackend:
         for shape in shapes:
             self._attention(shape)
         self._grow_staging(rows * cols * ITEM_BYTES[DType.F32])
+        # Rows of the embedding have memory of their own, whose address a graph can keep.
+        self._embedded = self._gpu.allocate_host(rows * cols * ITEM_BYTES[DType.F32], "rows of the embedding")
 
     # ---- ops
 
     def gather_rows(self, table: Weight, batch: Batch, scale: float, out: Tensor) -> None:
         self._begin(batch)
-        staging = self._stage(batch.rows, out.shape[1])
-        self._host.gather_rows(table, batch, scale, staging)
-        self._gpu.copy(out.address, staging.address, staging.nbytes, self._compute)
+        if self._embedded is None:
+            raise ValueError("reserve has not been called")
+        rows = Tensor(self._embedded.address, (batch.rows, out.shape[1]), DType.F32, self._embedded)
+        self._host.gather_rows(table, batch, scale, rows)
+        if self._mode is not Mode.REPLAYING:
+            bound = self._rows.prompt + self._rows.decode
+            self._gpu.copy(out.address, rows.address, bound * out.shape[1] * ITEM_BYTES[DType.F32], self._compute)
 
     def add_norm(
         self,
@@ -125,6 +152,8 @@ class CudaBackend:
         batch: Batch,
     ) -> None:
         self._begin(batch)
+        if self._mode is Mode.REPLAYING:
+            return
         self._elementwise.add_norm(residual, delta, delta_norm, weight, eps, out, self._rows, self._compute)
 
     def linear_group(
@@ -135,9 +164,13 @@ class CudaBackend:
         outs: Sequence[Tensor],
         batch: Batch,
     ) -> None:
+        if self._mode is Mode.REPLAYING:
+            return
         self._linear.linear_group(weights, biases, x, outs, self._rows, self._compute)
 
     def linear_add(self, weight: Weight, bias: Tensor | None, x: Tensor, residual: Tensor, batch: Batch) -> None:
+        if self._mode is Mode.REPLAYING:
+            return
         self._linear.linear_add(weight, bias, x, residual, self._rows, self._compute)
 
     def qk_norm_rope_append(
@@ -151,6 +184,8 @@ class CudaBackend:
         shape: AttentionShape,
         batch: Batch,
     ) -> None:
+        if self._mode is Mode.REPLAYING:
+            return
         device = self._device
         self._elementwise.qk_norm_rope_append(
             q,
@@ -174,13 +209,14 @@ class CudaBackend:
             self._gpu.record(self._offload.appended, self._compute)
 
     def attention(self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch) -> None:
+        if self._mode is Mode.REPLAYING:
+            return
         if self._offload is None:
-            last = self._device.last_position // KV_TILE_POSITIONS
             kv = KvTable(
                 self._device.tile_table(shape.layer),
                 self._device.tile_stride,
                 0,
-                last + 1,
+                self._tiles(),
                 () if self._kv_memory is None else (self._kv_memory,),
             )
             self._attend(q, shape, out, kv, batch, begin=True, end=True)
@@ -198,6 +234,8 @@ class CudaBackend:
         out: Tensor,
         batch: Batch,
     ) -> None:
+        if self._mode is Mode.REPLAYING:
+            return
         self._linear.gated_mlp(gate, up, gate_bias, up_bias, activation, x, out, self._rows, self._compute)
 
     def lm_head(self, weight: Weight, x: Tensor, rows: int, softcap: float | None, out: Tensor) -> None:
@@ -211,7 +249,13 @@ class CudaBackend:
 
     def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
         """`rows` must be the logit rows of the batch, which lie on the device already."""
-        self._elementwise.select_rows(x, self._device.logit_rows, out, self._logit_rows(count), self._compute)
+        if self._mode is not Mode.REPLAYING:
+            self._elementwise.select_rows(x, self._device.logit_rows, out, self._logit_rows(count), self._compute)
+        if self._mode is Mode.CAPTURING:
+            self._graphs[self._graph_key] = self._gpu.end_capture(self._compute)
+        if self._mode is not Mode.EAGER:
+            self._graphs[self._graph_key].launch(self._compute)
+            self._mode = Mode.EAGER
 
     def read(self, tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
         staging = self._stage(rows, tensor.shape[1])
@@ -227,7 +271,10 @@ class CudaBackend:
 
     def close(self) -> None:
         """Wait for what is queued, then release the arena and the GPU."""
+        self._end_capture()
         self._gpu.synchronize()
+        for graph in self._graphs.values():
+            graph.close()
         self._arena.close()
         self._gpu.close()
         self._host.close()
@@ -238,13 +285,34 @@ class CudaBackend:
         """Upload a batch at its first op."""
         if batch is self._batch:
             return
+        self._end_capture()
         self._gpu.synchronize(self._compute)  # the pass before has read its arrays and the staging memory
-        self._device.upload(batch, self._compute)
+        self._device.stage(batch)
         self._batch = batch
         prompt, decode = self._device.prompt_bucket, self._device.decode_bucket
         if prompt + decode > self._capacity.rows:
             prompt, decode = self._device.prompt_rows, self._device.decode_rows
         self._rows = LaunchRows(prompt, decode, 0, self._device.counts)
+        if self._replayable and not self._device.prompt_rows and self._device.logit_rows_count:
+            self._graph_key = (decode, self._tiles(), self._device.logit_rows_count)
+            self._mode = Mode.REPLAYING if self._graph_key in self._graphs else Mode.CAPTURING
+            if self._mode is Mode.CAPTURING:
+                self._gpu.begin_capture(self._compute)
+        if self._mode is not Mode.REPLAYING:
+            self._device.upload(self._compute)
+
+    def _end_capture(self) -> None:
+        """Drop what a pass that was given up has left."""
+        if self._mode is Mode.CAPTURING:
+            self._gpu.end_capture(self._compute).close()
+        self._mode = Mode.EAGER
+
+    def _tiles(self) -> int:
+        """Tiles that attention is launched for: those of the longest sequence; a power of two, so that graphs are
+        few.
+        """
+        tiles = self._device.last_position // KV_TILE_POSITIONS + 1
+        return min(1 << (tiles - 1).bit_length(), self._device.tile_stride)
 
     def _logit_rows(self, rows: int) -> LaunchRows:
         return LaunchRows(0, 0, rows, self._device.counts)

@@ -114,9 +114,11 @@ class DeviceBatch:
     def tile_table(self, layer: int) -> int:
         return self._at("tile_tables") + layer * self._capacity.sequences * self.tile_stride * 8
 
-    def upload(self, batch: Batch, stream: Stream) -> None:
-        """Queue the copy of a batch to the device. The pass before must have read the staging memory (the engine reads
-        each pass's logits, or synchronizes, before the next). Raises ValueError when it exceeds the capacity.
+    def stage(self, batch: Batch) -> None:
+        """Write a batch into the staging memory, which the pass before must have read; `upload` brings it to the
+        device.
+
+        Raises ValueError when it exceeds the capacity.
         """
         capacity, entries = self._capacity, _query_block_entries(self._capacity)
         blocks = query_blocks(batch.prompt_spans, entries)
@@ -142,6 +144,9 @@ class DeviceBatch:
         )
         for layer, table in enumerate(batch.tile_tables):
             tables[layer, : table.shape[0], : table.shape[1]] = table
+
+    def upload(self, stream: Stream) -> None:
+        """Queue the copy of what is staged."""
         self._gpu.copy(self._address, self._staging.address, self.nbytes, stream)
 
     def _at(self, name: str) -> int:

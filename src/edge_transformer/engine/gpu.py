@@ -111,7 +111,10 @@ def open_gpu_engine(
     else:
         kv_memory = None
         tile_memory = LockedTileMemory(gpu, compute)
-    backend = CudaBackend(gpu, arena, compute, capacity, host, kv_memory, buffer_bytes, options.fast_prefill)
+    replayable = all(plan.resident) and plan.kv is KvPlace.GPU
+    backend = CudaBackend(
+        gpu, arena, compute, capacity, host, kv_memory, buffer_bytes, options.fast_prefill, replayable
+    )
     weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
     return Engine(checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory), plan
 
