@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,9 +20,24 @@ from edge_transformer.cuda.attention import (
 )
 from edge_transformer.cuda.runtime import Gpu
 from edge_transformer.ops.backend import AttentionShape
-from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
+from edge_transformer.ops.batch import Batch
 from edge_transformer.ops.tensor import DType, Tensor
 from emulator.arrays import DeviceArrays
+from emulator.gpu import EmulatedGpu
+
+
+def make_gpu(seed: int, capability: tuple[int, int], order: str = "random") -> Gpu:
+    """The emulator; with ETE_TEST_GPU=1 in the environment the machine's own GPU, on the path of `capability`."""
+    if os.environ.get("ETE_TEST_GPU") == "1":
+        return _real_gpu(capability < (8, 0))
+    return EmulatedGpu(seed, order=order, capability=capability)
+
+
+@functools.cache
+def _real_gpu(plain: bool) -> Gpu:
+    from edge_transformer.cuda.driver import CudaGpu
+
+    return CudaGpu(forced_capability=(7, 5) if plain else None)
 
 
 class DevicePass:
@@ -106,7 +123,3 @@ def attend_resident(
     result = device.result()
     device.close()
     return result
-
-
-def tiles_for(positions: int) -> int:
-    return -(-positions // KV_TILE_POSITIONS)

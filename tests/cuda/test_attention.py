@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from cpu.attention_cases import F32, Piece, assert_right, attention_in_fp64, make_batch, make_cache, make_shape
-from cuda.attention_device import DevicePass, attend_resident
+from cuda.attention_device import DevicePass, attend_resident, make_gpu
 from edge_transformer.cuda import attention
 from edge_transformer.cuda.attention import KvRun, check_shape, query_block_entries, query_blocks, workspace_bytes
+from edge_transformer.cuda.runtime import Gpu
 from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.ops.backend import AttentionShape
 from edge_transformer.ops.batch import PromptSpan
@@ -30,7 +31,7 @@ def first_visible(shape: AttentionShape, position: int) -> int:
     return 0 if shape.window is None else max(0, position - shape.window + 1)
 
 
-def check_pieces(gpu: EmulatedGpu, shape: AttentionShape, pieces: Sequence[Piece], seed: int) -> None:
+def check_pieces(gpu: Gpu, shape: AttentionShape, pieces: Sequence[Piece], seed: int) -> None:
     """Each piece is a sequence of its own, whose positions out of sight are NaN."""
     rng = np.random.default_rng(seed)
     caches = [make_cache(shape, p.position + p.rows, rng, first_visible(shape, p.position)) for p in pieces]
@@ -42,14 +43,14 @@ def check_pieces(gpu: EmulatedGpu, shape: AttentionShape, pieces: Sequence[Piece
 @path
 @pytest.mark.parametrize("context", [1, 2, 127, 128, 129, 512, 513, 1100])
 def test_decode(capability: tuple[int, int], kv_dtype: DType, context: int) -> None:
-    gpu = EmulatedGpu(context, capability=capability)
+    gpu = make_gpu(context, capability)
     check_pieces(gpu, make_shape(4, 2, 16, kv_dtype=kv_dtype), [Piece(0, context - 1, decode=True)], context)
 
 
 @path
 @pytest.mark.parametrize("rows", [1, 2, 17, 65])
 def test_prompt_of_any_length(capability: tuple[int, int], kv_dtype: DType, rows: int) -> None:
-    gpu = EmulatedGpu(rows, capability=capability)
+    gpu = make_gpu(rows, capability)
     shape = make_shape(6, 2, 24, kv_dtype=kv_dtype)
     check_pieces(gpu, shape, [Piece(0, 0, rows), Piece(1, 505, rows), Piece(2, 512 - rows, rows)], rows)
 
@@ -57,7 +58,7 @@ def test_prompt_of_any_length(capability: tuple[int, int], kv_dtype: DType, rows
 @path
 @pytest.mark.parametrize("window", [1, 5, 511, 512, 513])
 def test_windows(capability: tuple[int, int], kv_dtype: DType, window: int) -> None:
-    gpu = EmulatedGpu(window, capability=capability)
+    gpu = make_gpu(window, capability)
     shape = make_shape(4, 2, 16, window=window, kv_dtype=kv_dtype)
     prompts = [Piece(0, 0, 18), Piece(1, 500, 33), Piece(2, 1020, 17)]
     decodes = [Piece(3 + i, context - 1, decode=True) for i, context in enumerate((1, 7, 512, 513, 1030))]
@@ -67,7 +68,7 @@ def test_windows(capability: tuple[int, int], kv_dtype: DType, window: int) -> N
 @path
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (4, 4), (9, 3), (8, 1), (7, 1), (18, 2), (12, 2)])
 def test_head_groups(capability: tuple[int, int], kv_dtype: DType, heads: int, kv_heads: int) -> None:
-    gpu = EmulatedGpu(heads, capability=capability)
+    gpu = make_gpu(heads, capability)
     shape = make_shape(heads, kv_heads, 16, kv_dtype=kv_dtype)
     check_pieces(gpu, shape, [Piece(0, 490, 33), Piece(1, 530, decode=True), Piece(2, 3, decode=True)], heads)
 
@@ -75,7 +76,7 @@ def test_head_groups(capability: tuple[int, int], kv_dtype: DType, heads: int, k
 @path
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 128, 136, 248, 256])
 def test_head_dims(capability: tuple[int, int], kv_dtype: DType, head_dim: int) -> None:
-    gpu = EmulatedGpu(head_dim, capability=capability)
+    gpu = make_gpu(head_dim, capability)
     shape = make_shape(3, 1, head_dim, kv_dtype=kv_dtype)
     check_pieces(gpu, shape, [Piece(0, 508, 9), Piece(1, 520, decode=True), Piece(2, 0, decode=True)], head_dim)
 
@@ -83,7 +84,7 @@ def test_head_dims(capability: tuple[int, int], kv_dtype: DType, head_dim: int) 
 @path
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 def test_softcap(capability: tuple[int, int], kv_dtype: DType, softcap: float) -> None:
-    gpu = EmulatedGpu(0, capability=capability)
+    gpu = make_gpu(0, capability)
     shape = make_shape(4, 2, 16, softcap=softcap, window=600, kv_dtype=kv_dtype)
     check_pieces(gpu, shape, [Piece(0, 700, 20), Piece(1, 0, 5), Piece(2, 800, decode=True)], 1)
 
@@ -96,7 +97,7 @@ def test_large_scores(capability: tuple[int, int], kv_dtype: DType) -> None:
     cache = make_cache(shape, 1100, rng)
     batch = make_batch([Piece(0, 1050, 40), Piece(0, 1099, decode=True)], [cache])
     q = 300 * queries(shape, batch.rows, rng)
-    gpu = EmulatedGpu(2, capability=capability)
+    gpu = make_gpu(2, capability)
     assert_right(attend_resident(gpu, shape, batch, q, [cache]), q, shape, batch, [cache])
 
 
@@ -108,7 +109,7 @@ def test_runs_from_the_host_equal_resident_tiles(capability: tuple[int, int], kv
     cache = make_cache(shape, 2600, rng)
     batch = make_batch([Piece(0, 2540, 20), Piece(0, 2599, decode=True)], [cache])
     q = queries(shape, batch.rows, rng)
-    gpu = EmulatedGpu(3, capability=capability)
+    gpu = make_gpu(3, capability)
     expected = attend_resident(gpu, shape, batch, q, [cache])
     assert_right(expected, q, shape, batch, [cache])
     for run_tiles, resident_from in ((1, None), (2, None), (4, 4), (3, 5)):
@@ -126,7 +127,7 @@ def test_runs_that_a_window_sees(capability: tuple[int, int], kv_dtype: DType) -
     cache = make_cache(shape, 2600, rng, visible_from=2540 - 699)
     batch = make_batch([Piece(0, 2540, 20), Piece(0, 2599, decode=True)], [cache])
     q = queries(shape, batch.rows, rng)
-    gpu = EmulatedGpu(4, capability=capability)
+    gpu = make_gpu(4, capability)
     expected = attend_resident(gpu, shape, batch, q, [cache])
     assert_right(expected, q, shape, batch, [cache])
     device = DevicePass(gpu, shape, batch, q, [cache])
@@ -146,7 +147,7 @@ def test_a_run_leaves_other_sequences_alone(capability: tuple[int, int], kv_dtyp
     pieces = [Piece(0, 1000, 5), Piece(1, 600, 18), Piece(0, 1099, decode=True), Piece(1, 699, decode=True)]
     batch = make_batch(pieces, caches)
     q = queries(shape, batch.rows, rng)
-    gpu = EmulatedGpu(5, capability=capability)
+    gpu = make_gpu(5, capability)
     expected = attend_resident(gpu, shape, batch, q, caches)
     device = DevicePass(gpu, shape, batch, q, caches)
     for sequence, tiles in ((1, 2), (0, 3)):
@@ -168,7 +169,7 @@ def test_a_prompt_row_does_not_depend_on_its_company(
     start, rows = 430, 150
     cache, other = make_cache(shape, start + rows, rng), make_cache(shape, 800, rng)
     q = queries(shape, rows, rng)
-    gpu = EmulatedGpu(6, capability=capability)
+    gpu = make_gpu(6, capability)
     expected = attend_resident(gpu, shape, make_batch([Piece(0, start, rows)], [cache]), q, [cache])
     for cuts in ([64, 86], [1, 2, 3, 5, 139], [17, 83, 50], [149, 1]):
         done = 0
@@ -189,7 +190,7 @@ def test_a_decode_row_does_not_depend_on_its_company(capability: tuple[int, int]
     lengths = (1, 3, 40, 512, 513, 700, 1030, 1700, 2, 900, 2600)
     caches = [make_cache(shape, length, rng) for length in lengths]
     q = queries(shape, len(lengths), rng)
-    gpu = EmulatedGpu(7, capability=capability)
+    gpu = make_gpu(7, capability)
 
     def rows(indices: Sequence[int]) -> F32:
         batch = make_batch([Piece(i, lengths[i] - 1, decode=True) for i in indices], caches)
@@ -210,14 +211,14 @@ def test_a_context_of_several_waves(capability: tuple[int, int], kv_dtype: DType
     caches = [make_cache(shape, length, rng) for length in lengths]
     batch = make_batch([Piece(i, length - 1, decode=True) for i, length in enumerate(lengths)], caches)
     q = queries(shape, batch.rows, rng)
-    gpu = EmulatedGpu(8, capability=capability, order="ascending")
+    gpu = make_gpu(8, capability, "ascending")
     assert_right(attend_resident(gpu, shape, batch, q, caches), q, shape, batch, caches)
 
 
 @path
 def test_threads_and_blocks_in_any_order(capability: tuple[int, int], kv_dtype: DType) -> None:
     """Ascending and descending give the same bits, and nothing else is written."""
-    gpu = EmulatedGpu(9, order="both", capability=capability)
+    gpu = make_gpu(9, capability, "both")
     shape = make_shape(3, 1, 72, window=300, softcap=20.0, kv_dtype=kv_dtype)
     check_pieces(gpu, shape, [Piece(0, 505, 18), Piece(1, 700, decode=True)], 9)
 
@@ -228,7 +229,7 @@ def test_fast_takes_one_term() -> None:
     cache = make_cache(shape, 600, rng)
     batch = make_batch([Piece(0, 560, 40)], [cache])
     q = queries(shape, batch.rows, rng)
-    gpu = EmulatedGpu(10, capability=(8, 0))
+    gpu = make_gpu(10, (8, 0))
     exact, magnitude = attention_in_fp64(q, shape, batch, [cache])
     errors = [
         float((np.abs(attend_resident(gpu, shape, batch, q, [cache], fast) - exact) / magnitude).max())
@@ -245,7 +246,7 @@ def test_a_nan_in_the_query_is_not_hidden(capability: tuple[int, int], kv_dtype:
     batch = make_batch([Piece(0, 590, 2), Piece(0, 599, decode=True)], [cache])
     q = queries(shape, 3, rng)
     q[0, 3] = q[2, 3] = np.nan
-    out = attend_resident(EmulatedGpu(11, capability=capability), shape, batch, q, [cache])
+    out = attend_resident(make_gpu(11, capability), shape, batch, q, [cache])
     assert np.isnan(out[0, :16]).all()
     assert np.isnan(out[2, :16]).all()
     assert np.isfinite(out[1]).all()
