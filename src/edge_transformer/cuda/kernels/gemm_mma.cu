@@ -5,8 +5,8 @@
 // so every 32 columns (Q6_K: 16) start a fresh accumulator, which is added, times the group's scale, to an fp32 total;
 // minimums enter as minimum * fp32 sum of the group's activations.
 //
-// A block makes 128 weight rows x 64 rows of x, 32 columns at a time: the next 32 columns are loaded to registers while
-// these are multiplied from shared memory. Every output takes the same steps wherever it lies in its tile, and rows
+// A block makes 128 weight rows x 64 rows of x, 32 columns at a time: the next 32 columns are loaded to registers (BF16
+// weights: copied to a second buffer) while these are multiplied from shared memory. Every output takes the same steps wherever it lies in its tile, and rows
 // past the last are zero, so it does not depend on how many rows there are.
 //
 // Moves the planes of the weights once per 64 rows of x, x once per 128 weight rows (both mostly from the L2 cache).
@@ -26,13 +26,27 @@ constexpr int kTileWeights = 128;
 constexpr int kTileX = 64;
 constexpr int kPitch = 20;     // words from one row to the next: 16 of columns, 4 to spread rows over the banks
 constexpr int kWarpsWeights = 4;  // warps along the weight rows; two along x
+constexpr bool kCopied = kFormat == Format::BF16;  // operands as they are, copied beside the threads
+constexpr int kWeightTiles = kCopied ? 2 : kWeightTerms;
 constexpr int kResultPitch = kTileWeights + 4;
-constexpr int kTermWords = (kWeightTerms * kTileWeights + kTerms * kTileX) * kPitch;
+constexpr int kTermWords = (kWeightTiles * kTileWeights + kTerms * kTileX) * kPitch;
 constexpr int kTileWords = kTermWords > 32 * kResultPitch ? kTermWords : 32 * kResultPitch;
 constexpr int kScales = scales_per_group(kFormat);
 static_assert(ETE_THREADS == 256, "eight warps, each 32 x 32 outputs");
 
 using WeightSlice = Slice<kFormat, 2>;
+
+// Half of 32 columns of a BF16 row on their way to shared memory; zero past the last column, or where no row is.
+ETE_DEVICE void copy_slice(uint32_t *to, const RowPlanes &row, int group, int part, int cols, bool lives) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int col = group * kGroup + 16 * part + 8 * i;
+    const int left = lives ? 2 * (cols - col) : 0;
+    const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
+    cp_async16(to + 4 * i, row.codes + (bytes == 0 ? 0 : 2 * static_cast<int64_t>(col)), bytes);
+  }
+  cp_async_commit();
+}
 
 extern "C" __global__ void ETE_LAUNCH_BOUNDS
 gemm_mma(const float *__restrict__ x, const int *__restrict__ counts, int cols, int epilogue, int activation,
@@ -42,7 +56,7 @@ gemm_mma(const float *__restrict__ x, const int *__restrict__ counts, int cols, 
          int rows1, const uint8_t *__restrict__ weight2, int64_t second2, int64_t third2, int64_t fourth2,
          const float *__restrict__ bias2, float *__restrict__ out2, int rows2) {
   ETE_SHARED(uint32_t, tiles, kTileWords);
-  uint32_t *weight_tile = tiles, *x_tile = tiles + kWeightTerms * kTileWeights * kPitch;
+  uint32_t *weight_tile = tiles, *x_tile = tiles + kWeightTiles * kTileWeights * kPitch;
   ETE_SHARED(float, scale_tile, kScales * kTileWeights);
   ETE_SHARED(float, minimum_tile, kTileWeights);
   ETE_SHARED(float, x_sums, kTileX);
@@ -79,26 +93,37 @@ gemm_mma(const float *__restrict__ x, const int *__restrict__ counts, int cols, 
       for (int c = 0; c < 4; ++c) totals[i][j][c] = 0.0f;
 
   const int groups = (cols + kGroup - 1) / kGroup;
-  WeightSlice slice = row_lives ? load_slice<kFormat, 2>(planes, 0, my_part, cols) : empty_slice<kFormat, 2>();
+  WeightSlice slice = empty_slice<kFormat, 2>();
+  uint32_t *my_words = tiles + my_row * kPitch + 8 * my_part;
+  if constexpr (kCopied) {
+    copy_slice(my_words, planes, 0, my_part, cols, row_lives);
+  } else if (row_lives) {
+    slice = load_slice<kFormat, 2>(planes, 0, my_part, cols);
+  }
   float x_values[8];
   load_x<8>(x_row, 8 * my_quarter, cols, x_lives, x_values);
 
   for (int group = 0; group < groups; ++group) {
     __syncthreads();
+    if constexpr (kCopied) {
+      weight_tile = tiles + group % 2 * kTileWeights * kPitch;
+      cp_async_wait<0>();
+    } else {
 #pragma unroll
-    for (int piece = 0; piece < 4; ++piece) {
-      float n[4];
-      slice_numbers<kFormat, 2>(slice, my_part, piece, cols - group * kGroup, n);
-      const int word = my_row * kPitch + piece_column<kFormat, 2>(my_part, piece) / 2;
-      if constexpr (kWeightTerms == 1) {
-        store8(weight_tile + word, make_uint2(pack_bf16(n[0], n[1]), pack_bf16(n[2], n[3])));
-      } else {
-        uint2 high, middle, low;
-        split_bf16_pair(n[0], n[1], high.x, middle.x, low.x);
-        split_bf16_pair(n[2], n[3], high.y, middle.y, low.y);
-        store8(weight_tile + word, high);
-        store8(weight_tile + kTileWeights * kPitch + word, middle);
-        if constexpr (kWeightTerms == 3) store8(weight_tile + 2 * kTileWeights * kPitch + word, low);
+      for (int piece = 0; piece < 4; ++piece) {
+        float n[4];
+        slice_numbers<kFormat, 2>(slice, my_part, piece, cols - group * kGroup, n);
+        const int word = my_row * kPitch + piece_column<kFormat, 2>(my_part, piece) / 2;
+        if constexpr (kWeightTerms == 1) {
+          store8(weight_tile + word, make_uint2(pack_bf16(n[0], n[1]), pack_bf16(n[2], n[3])));
+        } else {
+          uint2 high, middle, low;
+          split_bf16_pair(n[0], n[1], high.x, middle.x, low.x);
+          split_bf16_pair(n[2], n[3], high.y, middle.y, low.y);
+          store8(weight_tile + word, high);
+          store8(weight_tile + kTileWeights * kPitch + word, middle);
+          if constexpr (kWeightTerms == 3) store8(weight_tile + 2 * kTileWeights * kPitch + word, low);
+        }
       }
     }
     if constexpr (!is_float(kFormat)) {
@@ -126,7 +151,11 @@ gemm_mma(const float *__restrict__ x, const int *__restrict__ counts, int cols, 
     }
     __syncthreads();
     if (group + 1 < groups) {
-      if (row_lives) slice = load_slice<kFormat, 2>(planes, group + 1, my_part, cols);
+      if constexpr (kCopied) {
+        copy_slice(my_words + (group + 1) % 2 * kTileWeights * kPitch, planes, group + 1, my_part, cols, row_lives);
+      } else if (row_lives) {
+        slice = load_slice<kFormat, 2>(planes, group + 1, my_part, cols);
+      }
       load_x<8>(x_row, (group + 1) * kGroup + 8 * my_quarter, cols, x_lives, x_values);
     }
 
