@@ -140,7 +140,7 @@ ACCEPTED: list[tuple[str, dict[str, object], dict[str, object]]] = [
     ("llama", {"{arch}.attention.sliding_window": 16}, {"layer_windows": (16,) * 3}),
     ("llama", {"{arch}.attention.sliding_window": 0}, {}),
     ("llama", {"{arch}.rope.scaling.type": "none", "{arch}.rope.scaling.finetuned": True}, {}),
-    ("llama", {"tokenizer.ggml.eot_token_id": 9}, {"eos_token_ids": (2, 9)}),
+    ("llama", {"tokenizer.ggml.eot_token_id": 9}, {}),
     (
         "llama",
         YARN | {"{arch}.rope.scaling.yarn_beta_fast": 16.0, "{arch}.rope.scaling.yarn_beta_slow": 2.0},

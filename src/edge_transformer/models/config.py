@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum, StrEnum
-
-
-class LayerKind(StrEnum):
-    """Kinds of mixer a layer can have."""
-
-    ATTENTION = "attention"
+from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,6 @@ class ModelConfig:
     attention_scale: float
     context_length: int
     ropes: tuple[Rope, ...]
-    layer_kinds: tuple[LayerKind, ...]
     layer_windows: tuple[int | None, ...]
     layer_ropes: tuple[int | None, ...]
     attention_softcap: float | None = None
@@ -68,8 +61,6 @@ class ModelConfig:
     post_norms: bool = False
     norm_plus_one: bool = False  # the checkpoint stores w where the norm multiplies by 1 + w
     tied_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = field(default=())
 
 
 class Transform(Enum):
@@ -104,15 +95,13 @@ class SegmentSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A layer: its kind, its segments in order of use, and its small vectors (f32, always resident).
+    """A layer of attention and MLP: its segments in order of use, and its small vectors (f32, always resident).
 
-    ATTENTION layers have segments "mixer" (roles q, k, v, o), "gate_up" (gate, up), "down" (down), and vectors with
+    There are the segments "mixer" (roles q, k, v, o), "gate_up" (gate, up), "down" (down), and vectors with
     roles attn_norm, mlp_norm, and where the config says so q_norm, k_norm, post_attn_norm, post_mlp_norm, q_bias,
     k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias.
     """
 
-    index: int
-    kind: LayerKind
     segments: tuple[SegmentSpec, ...]
     vectors: tuple[TensorSpec, ...]
 

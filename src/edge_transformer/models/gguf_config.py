@@ -11,7 +11,7 @@ import numpy as np
 from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.weight import WeightFormat
-from edge_transformer.models.config import LayerKind, ModelConfig, Rope
+from edge_transformer.models.config import ModelConfig, Rope
 from edge_transformer.models.gate import MAX_LAYERS, FieldReader
 from edge_transformer.models.names import GGUF_NAMES, ROPE_FREQS
 from edge_transformer.models.rope import yarn_attention_factor
@@ -87,21 +87,12 @@ def read_base(fields: GgufFields, family: str, activation: str = "silu") -> Mode
         attention_scale=head_dim**-0.5,
         context_length=context_length,
         ropes=(_read_rope(fields, head_dim),),
-        layer_kinds=(LayerKind.ATTENTION,) * num_layers,
         layer_windows=(None,) * num_layers,
         layer_ropes=(0,) * num_layers,
         qkv_bias=fields.has("q_bias"),
         o_bias=fields.has("o_bias"),
         mlp_bias=fields.has("gate_bias"),
         tied_embeddings=not fields.has("head"),
-        bos_token_id=fields.general.optional_integer("tokenizer.ggml.bos_token_id", minimum=0),
-        eos_token_ids=tuple(
-            dict.fromkeys(
-                token
-                for key in ("eos_token_id", "eot_token_id", "eom_token_id")
-                for token in fields.general.token_ids(f"tokenizer.ggml.{key}")
-            )
-        ),
     )
 
 

@@ -5,7 +5,7 @@ Defaults are those of transformers' configuration classes, which apply when a fi
 
 from __future__ import annotations
 
-from edge_transformer.models.config import LayerKind, ModelConfig, Rope
+from edge_transformer.models.config import ModelConfig, Rope
 from edge_transformer.models.gate import MAX_LAYERS, FieldReader, agree
 from edge_transformer.models.rope import yarn_attention_factor
 
@@ -117,6 +117,9 @@ def read_base(
     act = fields.string(activation_field, activation)
     if act not in ACTIVATIONS:
         fields.refuse(activation_field, f"only {' and '.join(ACTIVATIONS)} are supported")
+    # The text package uses these; here they are checked only, so that all of the file has been understood.
+    fields.optional_integer("bos_token_id", minimum=0)
+    fields.token_ids("eos_token_id")
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -131,12 +134,9 @@ def read_base(
         attention_scale=dim**-0.5,
         context_length=fields.integer("max_position_embeddings", context_length),
         ropes=(),
-        layer_kinds=(LayerKind.ATTENTION,) * num_layers,
         layer_windows=(None,) * num_layers,
         layer_ropes=(None,) * num_layers,
         tied_embeddings=fields.boolean("tie_word_embeddings", tied),
-        bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
-        eos_token_ids=fields.token_ids("eos_token_id"),
     )
 
 

@@ -144,8 +144,6 @@ def _layer_spec(config: ModelConfig, table: NameTable, layer: int, permuted_rope
     if config.mlp_bias:
         biases += [("gate_bias", inner), ("up_bias", inner), ("down_bias", hidden)]
     return LayerSpec(
-        index=layer,
-        kind=config.layer_kinds[layer],
         segments=(
             SegmentSpec(
                 "mixer",
