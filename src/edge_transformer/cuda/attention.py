@@ -10,7 +10,7 @@ running state before the next. The width of a wave, the cut into launches and th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -258,7 +258,7 @@ def sources(
             f"attention_decode{suffix}.cu", "attention_decode", 256 if tensor else 128,
             tuple(_defines(shape, decode_heads)),
         ),
-        KernelSource("attention_merge.cu", "attention_merge", _MERGE_THREADS, tuple(_defines(shape, decode_heads))),
+        KernelSource("attention_merge.cu", "attention_merge", _MERGE_THREADS, tuple(_merge_defines(shape))),
         KernelSource(f"attention_prompt{suffix}.cu", "attention_prompt", plan.threads, tuple(prompt_defines)),
     )  # fmt: skip
 
@@ -322,6 +322,11 @@ def _defines(shape: AttentionShape, heads: int) -> list[tuple[str, str]]:
         ("ETE_KV_BF16", str(int(shape.kv_dtype == DType.BF16))),
         ("ETE_SOFTCAP", str(int(shape.softcap is not None))),
     ]
+
+
+def _merge_defines(shape: AttentionShape) -> list[tuple[str, str]]:
+    """Of all that a shape is, merging knows head_dim alone: one kernel for all shapes that have it."""
+    return _defines(replace(shape, heads=1, kv_heads=1, softcap=None, kv_dtype=DType.F32), 1)
 
 
 def _decode_heads(shape: AttentionShape) -> int:
