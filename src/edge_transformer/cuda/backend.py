@@ -137,7 +137,10 @@ class CudaBackend:
             raise ValueError("reserve has not been called")
         rows = Tensor(self._embedded.address, (batch.rows, out.shape[1]), DType.F32, self._embedded)
         self._host.gather_rows(table, batch, scale, rows)
-        if self._mode is not Mode.REPLAYING:
+        if self._mode is Mode.REPLAYING:
+            # All that the graph reads is in place: the GPU works while Python walks through the layers.
+            self._graphs[self._graph_key].launch(self._compute)
+        else:
             bound = self._rows.prompt + self._rows.decode
             self._gpu.copy(out.address, rows.address, bound * out.shape[1] * ITEM_BYTES[DType.F32], self._compute)
 
@@ -253,9 +256,8 @@ class CudaBackend:
             self._elementwise.select_rows(x, self._device.logit_rows, out, self._logit_rows(count), self._compute)
         if self._mode is Mode.CAPTURING:
             self._graphs[self._graph_key] = self._gpu.end_capture(self._compute)
-        if self._mode is not Mode.EAGER:
             self._graphs[self._graph_key].launch(self._compute)
-            self._mode = Mode.EAGER
+        self._mode = Mode.EAGER
 
     def read(self, tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
         staging = self._stage(rows, tensor.shape[1])
