@@ -11,6 +11,7 @@
 #include "bindings.hpp"
 #include "elementwise.hpp"
 #include "isa.hpp"
+#include "qk_norm_rope_append.hpp"
 
 namespace nb = nanobind;
 

@@ -2,8 +2,6 @@
 #pragma once
 #include <cstdint>
 
-#include "attention.hpp"
-#include "batch_view.hpp"
 #include "thread_pool.hpp"
 
 namespace ete {
@@ -42,17 +40,5 @@ void add_norm(ThreadPool& pool, const ElementwiseKernels& kernels, const NormArg
 
 // out[i] = x[rows[i]], rows of `cols` floats.
 void select_rows(ThreadPool& pool, const float* x, int64_t cols, const int32_t* rows, int64_t count, float* out);
-
-struct AppendArgs {
-  float* q;             // [rows][heads * head_dim], turned in place
-  const float* k;       // [rows][kv_heads * head_dim]
-  const float* v;       // the same
-  const float* q_norm;  // [head_dim] or null
-  const float* k_norm;  // [head_dim] or null
-  float eps;
-};
-
-void qk_norm_rope_append(ThreadPool& pool, const ElementwiseKernels& kernels, const AttentionLayer& layer,
-                         const BatchView& batch, const AppendArgs& args);
 
 }  // namespace ete
