@@ -87,7 +87,8 @@ void bind_text(nb::module_& m) {
   nb::class_<PyStringIndex>(m, "StringIndex")
       .def(nb::init<nb::bytes, Vector<int64_t>>(), nb::arg("data"), nb::arg("starts"))
       .def("find", &PyStringIndex::find, nb::arg("text"))
-      .def_prop_ro("duplicate", [](const PyStringIndex& self) { return self.index->duplicate(); });
+      .def_prop_ro("duplicate", [](const PyStringIndex& self) { return self.index->duplicate(); })
+      .def_prop_ro("first_unspaced", [](const PyStringIndex& self) { return self.index->first_unspaced(); });
   nb::exception<MergeError>(m, "MergeError", PyExc_ValueError);
   m.def("merge_by_rank", &merge_by_rank, nb::arg("tokens"), nb::arg("merges"), nb::arg("ignore_merges"),
         nb::arg("words"));

@@ -125,6 +125,14 @@ uint64_t StringIndex::hash(std::string_view text) const {
   return mix(h ^ rest, kOdd ^ seed_);
 }
 
+int32_t StringIndex::first_unspaced() const {
+  for (int64_t i = 0; i < count_; ++i) {
+    const size_t space = string(i).find(' ', 1);
+    if (space == std::string_view::npos || space + 1 == string(i).size()) return static_cast<int32_t>(i);
+  }
+  return -1;
+}
+
 int32_t StringIndex::find(std::string_view text) const {
   const uint64_t h = hash(text);
   const auto tag = static_cast<uint32_t>(h >> 32);

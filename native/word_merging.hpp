@@ -19,6 +19,8 @@ class StringIndex {
   int32_t find(std::string_view text) const;
   // Position of the first string that equals an earlier one, -1 without such.
   int32_t duplicate() const { return duplicate_; }
+  // Position of the first string that has no space between two parts of it, -1 without such.
+  int32_t first_unspaced() const;
 
  private:
   struct Slot {

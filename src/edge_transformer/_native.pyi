@@ -44,6 +44,10 @@ class StringIndex:
     def duplicate(self) -> int:
         """Position of the first string that equals an earlier one, -1 without such."""
 
+    @property
+    def first_unspaced(self) -> int:
+        """Position of the first string that has no space between two parts of it, -1 without such."""
+
 class MergeError(ValueError):
     """A merge gave a symbol, the message, that is no token."""
 

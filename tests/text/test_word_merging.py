@@ -18,6 +18,14 @@ def test_positions(strings: list[str], absent: list[str]) -> None:
     assert index.duplicate == (repeated[0] if repeated else -1)
 
 
+@given(strings=st.lists(st.text("ab é", max_size=4), max_size=8))
+def test_strings_that_are_no_pairs(strings: list[str]) -> None:
+    """As str.partition cuts them, from the second character on."""
+    cut = [(text[:1] + text[1:].partition(" ")[0], text[1:].partition(" ")[2]) for text in strings]
+    wrong = [i for i, (left, right) in enumerate(cut) if not left or not right]
+    assert string_index(strings).first_unspaced == (wrong[0] if wrong else -1)
+
+
 def test_many_strings() -> None:
     strings = [f"{i:x}\0é" for i in range(100_000)]
     index = string_index(strings)

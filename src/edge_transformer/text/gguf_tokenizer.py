@@ -141,9 +141,16 @@ def _byte_level_encoder(metadata: Mapping[str, object], cut: PreTokenizer, token
 
     if read_flag(metadata, _PREFIX + "add_space_prefix", False):
         raise TextError("tokenizer.ggml.add_space_prefix is true, which is not supported for byte-level vocabularies")
+    pairs = read_strings(metadata, _PREFIX + "merges")
+    merges = string_index(pairs)
+    if (unspaced := merges.first_unspaced) >= 0:
+        raise TextError(
+            f"tokenizer.ggml.merges[{unspaced}] is {pairs[unspaced][:80]!r}, not two parts with a space between them: "
+            "the file is corrupt"
+        )
     return ByteLevelEncoder(
         tokens=tokens.index,
-        merges=string_index(read_strings(metadata, _PREFIX + "merges")),
+        merges=merges,
         normalizer=cut.normalizer(),
         pre_tokenizer=cut.words(),
         ignore_merges=cut.ignore_merges,
