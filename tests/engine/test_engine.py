@@ -170,8 +170,7 @@ def test_prefill_cuts_chunks_at_absolute_borders(llama: Engine) -> None:
     assert llama.chunk_length(0, 600) == 512
     assert llama.chunk_length(10, 600) == 502
     assert llama.chunk_length(10, 512) == 512
-    assert llama.chunk_length(70, 600, 100) == 58
-    assert llama.chunk_length(70, 600, 7) == 7
+    assert llama.chunk_length(70, 600) == 506
 
 
 def test_cancelled_pass_changes_nothing(llama: Engine) -> None:

@@ -117,11 +117,11 @@ def test_closing_a_stream_that_another_thread_iterates_ends_it(llm: LLM) -> None
 
 
 def test_scores_do_not_change_by_calls_between_blocks(llm: LLM) -> None:
-    ids = np.random.default_rng(1).integers(0, VOCABULARY, 90).tolist()
-    undisturbed = [block.copy() for _, block in llm.score_blocks(ids, 64)]
+    ids = np.random.default_rng(1).integers(0, VOCABULARY, 600).tolist()  # more than one chunk
+    undisturbed = [block.copy() for _, block in llm.score_blocks(ids)]
     disturbed = []
-    for _, block in llm.score_blocks(ids, 64):
-        list(llm.score_blocks(ids[::-1], 64))
+    for _, block in llm.score_blocks(ids):
+        list(llm.score_blocks(ids[:90:-1]))
         llm.generate("one", max_tokens=2)
         disturbed.append(block)
     for ours, theirs in zip(disturbed, undisturbed, strict=True):

@@ -18,17 +18,17 @@ TOKENIZERS = {"byte-level": BYTE_LEVEL, "sentencepiece": SENTENCE_PIECE}
 EMOJI = "👩🏽‍🚀"
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, *, skip_special: bool) -> str:
-    decoder = StreamDecoder(tokenizer, prompt or [], skip_special=skip_special)
+def streamed(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> str:
+    decoder = StreamDecoder(tokenizer, prompt or [])
     return "".join(map(decoder.push, ids)) + decoder.finish()
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
-@given(data=st.data(), skip_special=st.booleans())
-def test_pieces_equal_the_whole(name: str, data: st.DataObject, skip_special: bool) -> None:
+@given(data=st.data())
+def test_pieces_equal_the_whole(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=50))
-    assert streamed(tokenizer, ids, skip_special=skip_special) == tokenizer.decode(ids, skip_special=skip_special)
+    assert streamed(tokenizer, ids) == tokenizer.decode(ids, skip_special=True)
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
@@ -38,7 +38,7 @@ def test_answer_follows_prompt(name: str, prompt: str, answer: str) -> None:
     prompt_ids = tokenizer.encode(prompt, add_bos=False)
     answer_ids = tokenizer.encode(answer, add_bos=False)
     whole = tokenizer.decode(prompt_ids + answer_ids)
-    assert tokenizer.decode(prompt_ids) + streamed(tokenizer, answer_ids, prompt_ids, skip_special=False) == whole
+    assert tokenizer.decode(prompt_ids) + streamed(tokenizer, answer_ids, prompt_ids) == whole
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
@@ -66,13 +66,12 @@ def test_cut_inside_a_character(name: str) -> None:
 
 def test_a_special_token_between_the_bytes_of_a_character() -> None:
     first, *rest = SENTENCE_PIECE.encode("😀", add_bos=False)[-4:]
-    assert streamed(SENTENCE_PIECE, [first, 2, *rest], skip_special=True) == "😀"
-    assert "</s>" in streamed(SENTENCE_PIECE, [first, 2, *rest], skip_special=False)
+    assert streamed(SENTENCE_PIECE, [first, 2, *rest]) == "😀"
 
 
 def test_first_space_of_sentencepiece() -> None:
     the = SENTENCE_PIECE.token_id("▁the")
     assert the is not None
-    assert streamed(SENTENCE_PIECE, [the, the], skip_special=True) == "the the"
-    assert streamed(SENTENCE_PIECE, [the, the], [1], skip_special=True) == "the the"
-    assert streamed(SENTENCE_PIECE, [the, the], [1, the], skip_special=True) == " the the"
+    assert streamed(SENTENCE_PIECE, [the, the]) == "the the"
+    assert streamed(SENTENCE_PIECE, [the, the], [1]) == "the the"
+    assert streamed(SENTENCE_PIECE, [the, the], [1, the]) == " the the"

@@ -161,18 +161,16 @@ class Engine:
         self,
         sequence: Sequence,
         tokens: AbstractSequence[int],
-        chunk_rows: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Process a prompt in chunks; the logits f32 [V] of its last token (a copy), or None when cancelled.
 
-        What had been processed when `cancelled` said yes stays in the sequence. Chunk size changes no bit of the
-        result.
+        What had been processed when `cancelled` said yes stays in the sequence.
         """
         done, logits = 0, None
         while done < len(tokens):
-            count = self.chunk_length(len(sequence), len(tokens) - done, chunk_rows)
+            count = self.chunk_length(len(sequence), len(tokens) - done)
             last = done + count == len(tokens)
             chunk = Chunk(sequence, tokens[done : done + count], "prompt", "last" if last else "none")
             with self.lock:
@@ -186,13 +184,12 @@ class Engine:
                 progress(done, len(tokens))
         return logits
 
-    def chunk_length(self, position: int, remaining: int, chunk_rows: int | None = None) -> int:
+    def chunk_length(self, position: int, remaining: int) -> int:
         """How many of `remaining` prompt tokens the next chunk takes when it starts at `position`."""
-        limit = min(chunk_rows or self.max_rows, self.max_rows)
-        if remaining <= limit:
+        if remaining <= self.max_rows:
             return remaining
-        border = (position + limit) // CHUNK_BORDER * CHUNK_BORDER
-        return border - position if border > position else limit
+        border = (position + self.max_rows) // CHUNK_BORDER * CHUNK_BORDER
+        return border - position if border > position else self.max_rows
 
     def close(self) -> None:
         """Release weights, workspace and the backend's threads. A pass that runs in another thread is given up before,

@@ -208,9 +208,7 @@ class LLM:
                 pass
             return stream.result
 
-    def score_blocks(
-        self, ids: Sequence[int], chunk_rows: int | None = None
-    ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    def score_blocks(self, ids: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yield (start, logits f32 [n, V]) for consecutive positions: row i holds the logits of token start + i + 1.
 
         Other calls may be made between two blocks. Raises ContextLengthError, UsageError.
@@ -224,7 +222,7 @@ class LLM:
         try:
             done = 0
             while done < len(ids):
-                count = self.engine.chunk_length(done, len(ids) - done, chunk_rows)
+                count = self.engine.chunk_length(done, len(ids) - done)
                 with self.engine.lock:
                     result = self.engine.step([Chunk(sequence, ids[done : done + count], "prompt", "all")])
                     if result is not None:

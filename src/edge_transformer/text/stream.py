@@ -11,12 +11,13 @@ _LONGEST_CHARACTER = 4
 
 
 class StreamDecoder:
-    """Decodes the ids that follow a prompt. One per sequence; work per id does not grow with the length of the text."""
+    """Decodes the ids that follow a prompt; special tokens give no text.
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True) -> None:
-        """`skip_special`: special tokens give no text, as in `Tokenizer.decode`."""
+    One per sequence; work per id does not grow with the length of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next = tokenizer.strip_first_space
         # The prompt's text is not given out; its last bytes matter where it ends inside a character.
@@ -38,7 +39,7 @@ class StreamDecoder:
         return self._strip(self._decoder.decode(b"", final=True))
 
     def _bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
+        return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
 
     def _strip(self, text: str) -> str:
         if self._strip_next and text:
