@@ -9,7 +9,7 @@ that do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.runtime import Argument, Gpu, Kernel, KernelSource, Stream
-from edge_transformer.formats.weight import FORMATS, ROW_PITCH_ALIGNMENT, Weight, WeightFormat, round_up
+from edge_transformer.formats.weight import FORMATS, ROW_PITCH_ALIGNMENT, Weight, WeightFormat, WeightLayout, round_up
 from edge_transformer.ops.tensor import Tensor
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -27,6 +27,7 @@ _WARP = 32
 _CHUNK_STEP, _LARGEST_CHUNK = 1024, 15360  # columns of x
 _SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 _THREADS_OF_MULTIPROCESSOR = 1024  # that GEMV blocks are launched for
+_KEPT_LAUNCHES = 8192
 _MANY_ROWS = 32  # weight rows for each multiprocessor from which a warp takes two at a time
 _GEMM_THREADS = 256
 _MATRICES = 3  # a launch works on up to three matrices of one format
@@ -117,8 +118,26 @@ def all_sources(formats: Iterable[WeightFormat], capability: tuple[int, int]) ->
     return sources
 
 
+Matrices = Sequence[tuple[Weight, Tensor | None, Tensor]]
+"""Weights of one format and one number of columns, each with its bias and its output; three at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What a launch is made of. `layouts` are kept so that their ids stay theirs."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    shared_bytes: int
+    arguments: tuple[Argument, ...]
+    layouts: tuple[WeightLayout, ...]
+
+
 class LinearOps:
     """The products of one GPU. Kernels are loaded at their first use; `prepare` does it before a pass.
+
+    Launches are made once for the same addresses and shapes and kept, since making one costs Python ten times as much
+    as finding it.
 
     fast_prefill: activations of prompt rows are rounded to one bf16 term on tensor cores.
     """
@@ -127,6 +146,7 @@ class LinearOps:
         self._gpu = gpu
         self._terms = 1 if fast_prefill else 3
         self._kernels: dict[KernelSource, Kernel] = {}
+        self._launches: dict[tuple[object, ...], _Launch] = {}
 
     def prepare(self, formats_cols: Iterable[tuple[WeightFormat, int]]) -> None:
         """Load all kernels that weights of these formats and column counts may need."""
@@ -179,8 +199,8 @@ class LinearOps:
         two_steps = rows
         if rows.decode and gate.layout.format is up.layout.format:
             matrices = [(gate, gate_bias, out), (up, up_bias, out)]
-            kind = _decode_kind(rows)
-            self._gemv(matrices, x, rows.decode, kind, rows.counts, stream, activation=number, gated=True)
+            facts = rows.decode, _decode_kind(rows), rows.counts, _STORE, number, 1.0, 0, True
+            self._queue(self._gemv, matrices, x, facts, stream)
             two_steps = LaunchRows(rows.prompt, 0, 0, rows.counts)
         self._products([(gate, gate_bias, out)], x, two_steps, stream, _STORE)
         self._products([(up, up_bias, out)], x, two_steps, stream, _GATE, number)
@@ -203,70 +223,61 @@ class LinearOps:
         if first_row < 0 or first_row + weight.layout.rows > vocabulary:
             raise ValueError(f"rows {first_row} to {first_row + weight.layout.rows} of {vocabulary} logits")
         part = Tensor(out.address + 4 * first_row, (out.shape[0], weight.layout.rows), out.dtype, out.owner)
-        self._gemv(
-            [(weight, None, part)],
-            x,
-            rows.logits,
-            _LOGIT_KIND,
-            rows.counts,
-            stream,
-            epilogue=_STORE if softcap is None else _SOFTCAP,
-            softcap=softcap or 1.0,
-            out_pitch=vocabulary,
-        )
+        epilogue = _STORE if softcap is None else _SOFTCAP
+        facts = rows.logits, _LOGIT_KIND, rows.counts, epilogue, 0, softcap or 1.0, vocabulary, False
+        self._queue(self._gemv, [(weight, None, part)], x, facts, stream)
 
     def _products(
-        self,
-        matrices: Sequence[tuple[Weight, Tensor | None, Tensor]],
-        x: Tensor,
-        rows: LaunchRows,
-        stream: Stream,
-        epilogue: int,
-        activation: int = 0,
+        self, matrices: Matrices, x: Tensor, rows: LaunchRows, stream: Stream, epilogue: int, activation: int = 0
     ) -> None:
-        """One launch for the prompt rows and one for the decode rows, of up to three matrices of one format."""
+        """One launch for the prompt rows and one for the decode rows."""
         if rows.prompt:
-            self._gemm(matrices, x, rows.prompt, rows.counts, stream, epilogue, activation)
+            self._queue(self._gemm, matrices, x, (rows.prompt, rows.counts, epilogue, activation), stream)
         if rows.decode:
-            self._gemv(matrices, x, rows.decode, _decode_kind(rows), rows.counts, stream, epilogue, activation)
+            facts = rows.decode, _decode_kind(rows), rows.counts, epilogue, activation, 1.0, 0, False
+            self._queue(self._gemv, matrices, x, facts, stream)
 
-    def _gemm(
-        self,
-        matrices: Sequence[tuple[Weight, Tensor | None, Tensor]],
-        x: Tensor,
-        rows: int,
-        counts: int,
-        stream: Stream,
-        epilogue: int,
-        activation: int,
+    def _queue(
+        self, make: Callable[..., _Launch], matrices: Matrices, x: Tensor, facts: tuple[object, ...], stream: Stream
     ) -> None:
+        """Queue what `make` makes of matrices, x and facts, or what it made of them before."""
+        key: tuple[object, ...] = make.__name__, x.address, x.shape, facts
+        for weight, bias, out in matrices:
+            key += weight.address, id(weight.layout), None if bias is None else bias.address, out.address, out.shape
+        launch = self._launches.get(key)
+        if launch is None:
+            if len(self._launches) >= _KEPT_LAUNCHES:
+                self._launches.clear()
+            launch = self._launches[key] = make(matrices, x, *facts)
+        self._gpu.launch(launch.kernel, launch.grid, launch.shared_bytes, stream, launch.arguments)
+
+    def _gemm(self, matrices: Matrices, x: Tensor, rows: int, counts: int, epilogue: int, activation: int) -> _Launch:
         layout = matrices[0][0].layout
         capability = self._gpu.properties.capability
         x_rows, weight_rows = _FMA_TILE if capability < (8, 0) else _MMA_TILE
         arguments = _matrix_arguments(matrices, x, rows)
         tiles = sum(-(-weight.layout.rows // weight_rows) for weight, _, _ in matrices)
-        self._gpu.launch(
+        return _Launch(
             self._kernel(gemm_source(layout.format, capability, self._terms)),
             (-(-rows // x_rows), tiles, 1),
             0,
-            stream,
             (x.address, counts, np.int32(layout.cols), np.int32(epilogue), np.int32(activation), *arguments),
+            tuple(weight.layout for weight, _, _ in matrices),
         )
 
     def _gemv(
         self,
-        matrices: Sequence[tuple[Weight, Tensor | None, Tensor]],
+        matrices: Matrices,
         x: Tensor,
         rows: int,
         row_kind: int,
         counts: int,
-        stream: Stream,
-        epilogue: int = _STORE,
-        activation: int = 0,
-        softcap: float = 1.0,
-        out_pitch: int = 0,
-        gated: bool = False,
-    ) -> None:
+        epilogue: int,
+        activation: int,
+        softcap: float,
+        out_pitch: int,
+        gated: bool,
+    ) -> _Launch:
         layout = matrices[0][0].layout
         batch = next((size for size in GEMV_BATCHES if size >= rows), GEMV_BATCHES[-1])
         properties = self._gpu.properties
@@ -277,23 +288,13 @@ class LinearOps:
         arguments = _matrix_arguments(matrices, x, rows)
         tiles = sum(-(-size // shape.tile_rows) for size in tiled)
         blocks = properties.multiprocessors * (_THREADS_OF_MULTIPROCESSOR // shape.threads)
-        self._gpu.launch(
+        numbers = row_kind, rows, layout.cols, epilogue, activation
+        return _Launch(
             self._kernel(source),
             (min(tiles, blocks), -(-rows // GEMV_BATCHES[-1]), 1),
             _gemv_shared_bytes(layout.format, shape.chunk, batch, layout.cols),
-            stream,
-            (
-                x.address,
-                counts,
-                np.int32(row_kind),
-                np.int32(rows),
-                np.int32(layout.cols),
-                np.int32(epilogue),
-                np.int32(activation),
-                np.float32(softcap),
-                np.int32(out_pitch),
-                *arguments,
-            ),
+            (x.address, counts, *map(np.int32, numbers), np.float32(softcap), np.int32(out_pitch), *arguments),
+            tuple(weight.layout for weight, _, _ in matrices),
         )
 
     def _kernel(self, source: KernelSource) -> Kernel:
@@ -324,9 +325,7 @@ def _gemv_shared_bytes(weight_format: WeightFormat, chunk: int, batch: int, cols
     return batch * 4 * (numbers + numbers // 16)
 
 
-def _matrix_arguments(
-    matrices: Sequence[tuple[Weight, Tensor | None, Tensor]], x: Tensor, rows: int
-) -> tuple[Argument, ...]:
+def _matrix_arguments(matrices: Matrices, x: Tensor, rows: int) -> tuple[Argument, ...]:
     """The kernels' parameters of three matrices."""
     cols = matrices[0][0].layout.cols
     if x.shape[1] != cols or x.shape[0] < rows:
