@@ -41,12 +41,22 @@ def test_tile_bytes_by_hand() -> None:
 def test_runs_hold_consecutive_tiles_of_at_least_four_mebibytes() -> None:
     geometry = TileGeometry(3, 64, DType.BF16, None)
     tiles = LayerTiles(geometry, HOST)
-    tiles.prepare(0, 10 * TILE)
+    tiles.prepare(0, 10 * TILE)  # one run
     addresses = tiles.addresses()
     assert geometry.run_tiles(RUN_BYTES) * geometry.tile_bytes >= RUN_BYTES
     assert geometry.run_tiles(RUN_BYTES) >= 10
     assert np.all(np.diff(addresses) == geometry.tile_bytes)
     tiles.close()
+
+
+def test_runs_grow_with_the_sequence() -> None:
+    geometry = TileGeometry(2, 128, DType.BF16, None)  # 512 KiB a tile
+    held, runs = 0, []
+    while held < 100:
+        runs.append(geometry.run_tiles(RUN_BYTES, held))
+        held += runs[-1]
+    assert runs == [8, 8, 16, 32, 32, 32]  # 4, 4, 8, 16, 16, 16 MiB
+    assert TileGeometry(2, 128, DType.BF16, 512).run_tiles(RUN_BYTES, 5) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from edge_transformer import LLM
 from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.engine.weights import HostWeights
-from edge_transformer.errors import CapacityError, TextError, UsageError
+from edge_transformer.errors import CapacityError, ContextLengthError, TextError, UsageError
 from edge_transformer.formats.mapping import MappedModelFile
 from tiny.models import MODELS
 from tiny.weights import make_weights
@@ -174,6 +174,22 @@ def fail_on_first(pieces: Iterator[str]) -> None:
 def test_context_length_out_of_range_is_refused(path: Path, length: Any) -> None:
     with pytest.raises(UsageError, match="context length"):
         LLM(path, context_length=length)
+
+
+@pytest.mark.parametrize("context", [4, 5, 17])
+def test_prompt_and_answer_fill_the_context_and_no_more(path: Path, context: int) -> None:
+    """Three tokens of prompt: the answer is the same as in a longer context, as far as it goes."""
+    with LLM(path, threads=1) as llm:
+        longer = llm.generate("one", max_tokens=20, ignore_eos=True)
+    with LLM(path, threads=1, context_length=context) as llm:
+        answer = llm.generate("one", max_tokens=20, ignore_eos=True)
+        assert len(answer.prompt_ids) == 3
+        assert answer.ids == longer.ids[: context - 3]
+        assert answer.finish_reason == "context"
+        full = "x" * context
+        with pytest.raises(ContextLengthError, match=f"has {context} tokens.*holds {context} for prompt and answer"):
+            llm.generate(full)
+        assert sum(len(block) for _, block in llm.score_blocks(llm.encode(full))) == context
 
 
 def test_raw_prompt_must_be_text(llm: LLM) -> None:

@@ -172,7 +172,7 @@ class Stream(Iterator[str]):
                     state.finish_reason = "stop"
                 elif self.config.max_tokens is not None and len(state.ids) >= self.config.max_tokens:
                     state.finish_reason = "length"
-                elif len(sequence) + 1 > self._context_length:
+                elif len(self._prompt_ids) + len(state.ids) >= self._context_length:
                     state.finish_reason = "context"
                 if state.finish_reason != "interrupted" and not hit:
                     rest, hit = stops.push(decoder.finish())

@@ -8,10 +8,10 @@ from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.backend import CudaBackend
 from edge_transformer.cuda.device_batch import BatchCapacity, tiles_of_context
 from edge_transformer.cuda.runtime import Gpu
-from edge_transformer.cuda.tile_memory import HOST_RUN_BYTES, ArenaTileMemory, LockedTileMemory
+from edge_transformer.cuda.tile_memory import ArenaTileMemory, LockedTileMemory
 from edge_transformer.cuda.weights import GpuWeights, segment_bytes, vector_bytes
 from edge_transformer.engine.core import MAX_ROWS, Engine
-from edge_transformer.engine.kv import TileGeometry, TileMemory
+from edge_transformer.engine.kv import LARGEST_RUN_BYTES, TileGeometry, TileMemory
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import UsageError
 from edge_transformer.formats.checkpoint import Checkpoint
@@ -86,7 +86,7 @@ def open_gpu_engine(
         rotary_dims=tuple(rope.rotary_dim for rope in config.ropes),
     )
     tile_bytes = max(geometry.tile_bytes for geometry in geometries)
-    buffer_bytes = max(HOST_RUN_BYTES // tile_bytes, 1) * tile_bytes
+    buffer_bytes = max(LARGEST_RUN_BYTES // tile_bytes, 1) * tile_bytes
     demand = Demand(
         segment_bytes=tuple(
             tuple(segment_bytes(segment) for segment in host_weights.layer(index).values())

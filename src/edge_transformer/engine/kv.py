@@ -19,6 +19,7 @@ from edge_transformer.ops.batch import KV_TILE_POSITIONS
 from edge_transformer.ops.tensor import ITEM_BYTES, DType, array_at
 
 RUN_BYTES = 4 << 20
+LARGEST_RUN_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,15 @@ class TileGeometry:
     def tile_bytes(self) -> int:
         return 2 * self.kv_heads * KV_TILE_POSITIONS * self.head_dim * ITEM_BYTES[self.dtype]
 
-    def run_tiles(self, run_bytes: int) -> int:
-        """Tiles of a run of at least `run_bytes`; 1 for a windowed layer."""
-        return 1 if self.window is not None else max(1, -(-run_bytes // self.tile_bytes))
+    def run_tiles(self, run_bytes: int, held_tiles: int = 0) -> int:
+        """Tiles of the next run of a list of `held_tiles`: as many as there are already, so that long sequences are
+        moved in few large pieces and short ones take little; at least `run_bytes`, at most LARGEST_RUN_BYTES. 1 for a
+        windowed layer.
+        """
+        if self.window is not None:
+            return 1
+        least = max(1, -(-run_bytes // self.tile_bytes))
+        return max(least, min(held_tiles, LARGEST_RUN_BYTES // self.tile_bytes))
 
     def first_visible_tile(self, position: int) -> int:
         """Index of the first tile that a query at `position` (or a later one) can see."""
@@ -214,7 +221,10 @@ class LayerTiles:
 
     def _take(self) -> _Slot:
         if not self._spare:
-            tiles, nbytes = self.geometry.run_tiles(self.memory.run_bytes), self.geometry.tile_bytes
+            nbytes = self.geometry.tile_bytes
+            # Memory that is handed out tile by tile is no run.
+            held = len(self._slots) if self.memory.run_bytes > 1 else 0
+            tiles = self.geometry.run_tiles(self.memory.run_bytes, held)
             run = Run(self.memory.allocate(tiles * nbytes))
             run.references = tiles
             self._spare = [_Slot(run, run.memory.address + index * nbytes) for index in reversed(range(tiles))]

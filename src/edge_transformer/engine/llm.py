@@ -179,7 +179,7 @@ class LLM:
 
         config = make_config(config, overrides)
         prompt_ids = self.encode(prompt, raw=raw)
-        self._check_prompt(prompt_ids)
+        self._check_prompt(prompt_ids, room=1)
         self._checkpoint.check_unchanged()
         return Stream(
             self.engine,
@@ -260,12 +260,14 @@ class LLM:
         if self._closed:
             raise UsageError("this LLM has been closed")
 
-    def _check_prompt(self, ids: Sequence[int]) -> None:
+    def _check_prompt(self, ids: Sequence[int], room: int = 0) -> None:
+        """Refuse what is empty, or leaves less than `room` tokens of the context."""
         if not ids:
             raise UsageError("the prompt is empty: it has no token to start from")
-        if len(ids) > self.context_length:
+        if len(ids) + room > self.context_length:
             raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens; the context holds {self.context_length}. "
+                f"the prompt has {len(ids)} tokens; the context holds {self.context_length}"
+                f"{' for prompt and answer together' if room else ''}. "
                 "Shorten the prompt or raise the context length (--ctx)"
             )
 
