@@ -5,7 +5,7 @@
 // and the 16 rows of an mma hold (head, high) and (head, middle), those of a second one (head, low). Keys and values go
 // from global memory into operand registers: the order of columns (and of dims) within an mma is whatever makes a
 // lane's 16 bytes one operand. Fresh accumulators for every 64 columns and every step of a warp, 32 positions. Beyond a
-// head_dim of 192 two warps take the same positions, and half of the dims each; the states of the block's warps are
+// head_dim of 128 two warps take the same positions, and half of the dims each; the states of the block's warps are
 // merged as a tree.
 //
 // Bytes read: 2 * 2 * head_dim per position and KV head. ETE_HEADS <= 8, ETE_KV_BF16 = 1.
