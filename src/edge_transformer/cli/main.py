@@ -48,8 +48,8 @@ Exit codes:
 
 \b
 Environment: ETE_CACHE (folder of the demo model and of compiled GPU kernels), HF_HOME,
-HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE (hub models), ETE_CPU_ISA (force an instruction
-set), NO_COLOR.
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE (hub models), ETE_THREADS (CPU threads, unless
+--threads says), ETE_CPU_ISA (force an instruction set), NO_COLOR.
 """
 
 
@@ -121,7 +121,7 @@ def ete() -> None:
 
 
 def main() -> None:
-    """Entry point of the installed command."""
+    """Run the command that sys.argv gives."""
     _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character shows a question mark, and the program goes on.

@@ -127,7 +127,7 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "threads": {
         "metavar": "N",
         "type": click.IntRange(1),
-        "help": "CPU threads (default: every core this process may use).",
+        "help": "CPU threads (default: ETE_THREADS, or every core this process may use).",
     },
     "ctx": {
         "metavar": "N",
