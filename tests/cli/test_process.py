@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_llm.py"))]
-REAL = [sys.executable, "-c", "from edge_transformer.cli.main import main; main()"]
+REAL = [sys.executable, "-c", "from edge_transformer.cli.entry import main; main()"]
 
 HEAVY = ["numpy", "rich", "tokenizers", "jinja2", "huggingface_hub", "prompt_toolkit", "edge_transformer._native"]
 
@@ -74,6 +74,28 @@ def test_ctrl_c_while_the_model_is_loaded_ends_quietly(tmp_path: Path) -> None:
     os.close(writer)
     assert (process.returncode, output) == (130, b"")
     assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_before_the_command_has_started(tmp_path: Path, ignored: bool) -> None:
+    """While click is imported: a stand-in for it takes its time. Where SIGINT is ignored it stays ignored."""
+    (tmp_path / "click.py").write_text(
+        "import sys, time\nprint('importing', flush=True)\nsys.stdin.readline()\nsys.exit(7)\n"
+    )
+    process = subprocess.Popen(
+        [*REAL, "--version"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    read_until(process.stdout.fileno(), b"importing")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(b"go on\n", timeout=30)
+    assert process.returncode == (7 if ignored else -signal.SIGINT)
+    assert errors == b""
 
 
 @pytest.mark.parametrize("arguments", [["run", "slow", "hello"], ["run", "m", "word " * 60], ["--help"]])
