@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "formats"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import format_fuzzing
+from formats import format_fuzzing
 
 
 def main() -> int:
