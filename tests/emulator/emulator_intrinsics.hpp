@@ -247,6 +247,9 @@ inline int dp4a(uint32_t a, uint32_t b, int c) {
   for (int i = 0; i < 4; ++i) c += static_cast<int8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
   return c;
 }
+// Kernels of a stream run one after another here.
+inline void let_next_kernel_start() {}
+inline void wait_for_kernels_ahead() {}
 inline int population_count(uint32_t bits) { return __builtin_popcount(bits); }
 
 #if ETE_ARCH >= 80

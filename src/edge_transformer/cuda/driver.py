@@ -23,6 +23,7 @@ from edge_transformer.hub.progress import Progress, silent
 
 PAGE_BYTES = 4096
 QUEUED_NAMES = 8
+EARLY_START_CAPABILITY = (9, 0)  # of the kernels' path: their code waits from there on
 
 # After these nothing works any more in this process: the driver answers every call with the same error.
 _CONTEXT_LOST = frozenset(
@@ -237,20 +238,21 @@ class CudaGpu:
             self._raise_dynamic_limit(loaded, shared_bytes)
         buffer = loaded.arguments
         buffer.pack(arguments)
-        (status,) = self._driver.cuLaunchKernel(
-            loaded.function,
-            *grid,
-            loaded.source.threads,
-            1,
-            1,
-            shared_bytes,
-            cast(CudaStream, stream).handle,
-            buffer.pointers,
-            0,
-        )
+        handle = cast(CudaStream, stream).handle
+        early = loaded.early_launch
+        if early is None:
+            (status,) = self._driver.cuLaunchKernel(
+                loaded.function, *grid, loaded.source.threads, 1, 1, shared_bytes, handle, buffer.pointers, 0
+            )
+        else:
+            early.gridDimX, early.gridDimY, early.gridDimZ = grid
+            early.sharedMemBytes = shared_bytes
+            early.hStream = handle
+            (status,) = self._driver.cuLaunchKernelEx(early, loaded.function, buffer.pointers, 0)
         if status:
             details = f"grid {grid}", f"{loaded.source.threads} threads", f"{shared_bytes} bytes of shared memory"
-            self._fail(status, "cuLaunchKernel", (loaded.label, dict(loaded.source.defines), *details, stream.name))
+            call = "cuLaunchKernel" if early is None else "cuLaunchKernelEx"
+            self._fail(status, call, (loaded.label, dict(loaded.source.defines), *details, stream.name))
         self._queued.append(loaded.label)
 
     # ---- graphs
@@ -352,7 +354,22 @@ class CudaGpu:
         self._check(status, "cuModuleLoadData", (source.file, source.entry, compiled.target))
         status, function = self._driver.cuModuleGetFunction(module, source.entry.encode())
         self._check(status, "cuModuleGetFunction", (source.file, source.entry))
-        return CudaKernel(compiled, module, function, self._parameter_sizes(function))
+        kernel = CudaKernel(compiled, module, function, self._parameter_sizes(function))
+        if source.early_start and self.properties.capability >= EARLY_START_CAPABILITY:
+            kernel.early_launch = self._early_launch(source.threads)
+        return kernel
+
+    def _early_launch(self, threads: int) -> Any:
+        """A launch configuration with which a kernel may start before the one ahead of it has ended."""
+        names = self._driver
+        attribute = names.CUlaunchAttribute()
+        attribute.id = names.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        configuration = names.CUlaunchConfig()
+        configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = threads, 1, 1
+        configuration.attrs = [attribute]
+        configuration.numAttrs = 1
+        return configuration
 
     def _parameter_sizes(self, function: Any) -> list[int] | None:
         sizes: list[int] = []

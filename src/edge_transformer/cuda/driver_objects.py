@@ -43,7 +43,7 @@ class CudaEvent:
 class CudaKernel:
     """A loaded entry point. `compiled` has its resource report."""
 
-    __slots__ = ("arguments", "compiled", "dynamic_limit", "function", "label", "module", "source")
+    __slots__ = ("arguments", "compiled", "dynamic_limit", "early_launch", "function", "label", "module", "source")
 
     def __init__(self, compiled: CompiledKernel, module: Any, function: Any, sizes: Sequence[int] | None) -> None:
         self.compiled = compiled
@@ -51,6 +51,7 @@ class CudaKernel:
         self.module = module
         self.function = function
         self.dynamic_limit = DEFAULT_DYNAMIC_SHARED_BYTES
+        self.early_launch: Any = None  # a launch configuration, where the kernel may start early
         self.label = f"kernel {self.source.entry}"
         self.arguments = ArgumentBuffer(self.label, sizes)
 

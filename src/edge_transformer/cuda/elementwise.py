@@ -21,23 +21,25 @@ _WARP = 32
 
 
 def add_norm_source() -> KernelSource:
-    return KernelSource("norm.cu", "add_norm", 256)
+    return KernelSource("norm.cu", "add_norm", 256, early_start=True)
 
 
 def rope_append_source(kv_dtype: DType) -> KernelSource:
-    return KernelSource("rope_append.cu", "rope_append", 128, (("ETE_KV_BF16", str(int(kv_dtype is DType.BF16))),))
+    defines = (("ETE_KV_BF16", str(int(kv_dtype is DType.BF16))),)
+    return KernelSource("rope_append.cu", "rope_append", 128, defines, early_start=True)
 
 
 def gather_source(weight_format: WeightFormat) -> KernelSource:
-    return KernelSource("gather.cu", "gather_rows", 128, (("ETE_FORMAT", weight_format.value),))
+    defines = (("ETE_FORMAT", weight_format.value),)
+    return KernelSource("gather.cu", "gather_rows", 128, defines, early_start=True)
 
 
 def select_rows_source() -> KernelSource:
-    return KernelSource("logits.cu", "select_rows", 256)
+    return KernelSource("logits.cu", "select_rows", 256, early_start=True)
 
 
 def argmax_source() -> KernelSource:
-    return KernelSource("logits.cu", "argmax", 1024)
+    return KernelSource("logits.cu", "argmax", 1024, early_start=True)
 
 
 def all_sources(formats: Iterable[WeightFormat]) -> list[KernelSource]:

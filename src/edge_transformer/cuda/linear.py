@@ -84,6 +84,7 @@ def gemv_source(weight_format: WeightFormat, shape: GemvShape, batch: int, gated
             ("ETE_GATED", str(int(gated))),
             ("ETE_TAIL", str(int(tail))),
         ),
+        early_start=True,
     )
 
 

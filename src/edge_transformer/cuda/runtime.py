@@ -19,13 +19,15 @@ import numpy as np
 class KernelSource:
     """One entry point, specialised: `file` in cuda/kernels, `entry` its extern "C" name, `defines` as (name, value).
 
-    `threads` is the block size it is launched with (also given to the compiler as launch bound).
+    `threads` is the block size it is launched with (also given to the compiler as launch bound). early_start: it may
+    start before the kernel ahead of it in its stream has ended, and waits itself (wait_for_kernels_ahead).
     """
 
     file: str
     entry: str
     threads: int
     defines: tuple[tuple[str, str], ...] = ()
+    early_start: bool = False
 
 
 @dataclass(frozen=True, slots=True)

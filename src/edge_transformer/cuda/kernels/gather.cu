@@ -14,6 +14,8 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS gather_rows(const uint8_t *__restri
                                                          int64_t third, int64_t fourth, int table_rows, int cols,
                                                          const int *__restrict__ token_ids, float scale,
                                                          float *__restrict__ out, const int *__restrict__ counts) {
+  let_next_kernel_start();
+  wait_for_kernels_ahead();
   const int row = static_cast<int>(blockIdx.x);
   if (row >= live_rows(counts, kAllRows).count) return;
   const int id = token_ids[row];

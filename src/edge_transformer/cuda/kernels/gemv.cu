@@ -248,10 +248,14 @@ gemv(const float *__restrict__ x, const int *__restrict__ counts, int row_kind, 
      int64_t second2, int64_t third2, int64_t fourth2, const float *__restrict__ bias2, float *__restrict__ out2,
      int rows2) {
   ETE_DYNAMIC_SHARED(float, shared);
+  let_next_kernel_start();
   const int group_start = static_cast<int>(blockIdx.y) * kRowGroup;
-  if (group_start > 0 && group_start >= live_rows(counts, row_kind).count) return;
+  if (group_start > 0) {
+    wait_for_kernels_ahead();
+    if (group_start >= live_rows(counts, row_kind).count) return;
+  }
 
-  // The first weights are asked for before anything that has to be read first.
+  // The first weights are asked for before anything that has to be read first, or that kernels ahead are writing.
   const int steps = (cols + kStep - 1) / kStep;
   Loader loader;
   loader.first = {weight0, second0, third0, fourth0, bias0, out0, rows0};
@@ -267,6 +271,7 @@ gemv(const float *__restrict__ x, const int *__restrict__ counts, int row_kind, 
   Loaded ahead[kAhead][kStreams];
 #pragma unroll
   for (int a = 0; a < kAhead; ++a) load_next(loader, ahead[a]);
+  wait_for_kernels_ahead();
 
   // Only decode rows beside prompt rows begin where `counts` tells. The other kinds read x within its bound, and learn
   // how many rows there are in time for their outputs.

@@ -124,6 +124,23 @@ ETE_DEVICE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) { re
 ETE_DEVICE int dp4a(uint32_t a, uint32_t b, int c) { return __dp4a(static_cast<int>(a), static_cast<int>(b), c); }
 ETE_DEVICE int population_count(uint32_t bits) { return __popc(bits); }
 
+// ---- kernels one after another (sm_90; before, a kernel starts when the one ahead of it has ended)
+
+// Kernels launched with early_start may start once every block of this one has said so, or ended. Not before: they
+// take room on the multiprocessors.
+ETE_DEVICE void let_next_kernel_start() {
+#if ETE_ARCH >= 90
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until all kernels ahead have ended and their writes are seen. A kernel launched with early_start calls this in every
+// thread before it leaves, and before it touches what another kernel writes or reads.
+ETE_DEVICE void wait_for_kernels_ahead() {
+#if ETE_ARCH >= 90
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- tensor cores
 
 // d += a b for a bf16 16 x 16 (rows), b bf16 16 x 8, d f32 16 x 8, in the registers of mma.m16n8k16: with g = lane / 4

@@ -6,6 +6,8 @@
 extern "C" __global__ void ETE_LAUNCH_BOUNDS select_rows(const float *__restrict__ x, const int *__restrict__ rows,
                                                          float *__restrict__ out, const int *__restrict__ counts,
                                                          int cols) {
+  let_next_kernel_start();
+  wait_for_kernels_ahead();
   const int index = static_cast<int>(blockIdx.x);
   if (index >= live_rows(counts, kLogitRows).count) return;
   const float *from = x + static_cast<int64_t>(rows[index]) * cols;
@@ -29,6 +31,8 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS argmax(const float *__restrict__ lo
   ETE_SHARED(float, bests, warps);
   ETE_SHARED(int, places, warps);
   ETE_SHARED(int, finite, warps);
+  let_next_kernel_start();
+  wait_for_kernels_ahead();
   const int row = static_cast<int>(blockIdx.x);
   if (row >= live_rows(counts, kLogitRows).count) return;
   const float *of_row = logits + static_cast<int64_t>(row) * vocabulary;

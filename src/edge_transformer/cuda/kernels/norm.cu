@@ -59,6 +59,8 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS add_norm(float *__restrict__ residu
                                                       int cols) {
   ETE_SHARED(float, delta_scratch, kWarps);
   ETE_SHARED(float, scratch, kWarps);
+  let_next_kernel_start();
+  wait_for_kernels_ahead();
   if (static_cast<int>(blockIdx.x) >= live_rows(counts, kAllRows).count) return;
   const int64_t start = static_cast<int64_t>(blockIdx.x) * cols;
   float *residual_row = residual + start;

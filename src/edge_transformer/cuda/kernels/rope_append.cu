@@ -28,6 +28,8 @@ rope_append(float *__restrict__ q, const float *__restrict__ k, const float *__r
             const float *__restrict__ cosines, const float *__restrict__ sines, const int *__restrict__ positions,
             const int *__restrict__ row_sequence, const int64_t *__restrict__ tile_table, int tiles,
             const int *__restrict__ counts, int heads, int kv_heads, int head_dim, int rotary) {
+  let_next_kernel_start();
+  wait_for_kernels_ahead();
   const int row = static_cast<int>(blockIdx.x);
   const int head = static_cast<int>(blockIdx.y) * (ETE_THREADS / kWarp) + warp_id();
   if (row >= live_rows(counts, kAllRows).count || head >= heads + 2 * kv_heads) return;
