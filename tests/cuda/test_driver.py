@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +319,24 @@ def test_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
     with pytest.raises(GpuError, match=r"not installed .*edge-transformer-engine\[cuda\]"):
         driver_library.load_driver.__wrapped__()
+
+
+def test_kernels_that_wait_themselves_are_launched_early(fake: FakeDriver, tmp_path: Path) -> None:
+    """On the path of sm_90, and never below, where their code does not wait."""
+    source = replace(basic("scale_add"), early_start=True)
+    fake.answers["cuLaunchKernelEx"] = (fake.real.CUresult.CUDA_SUCCESS,)
+    arguments = (1, 2, 3, np.float32(1.5), np.int64(-5))
+    gpu = CudaGpu(cache=KernelCache(tmp_path))
+    gpu.launch(gpu.kernel(source), (7, 2, 1), 16, gpu.stream("s"), arguments)
+    ((configuration, function, _, _),) = fake.called("cuLaunchKernelEx")
+    sizes = [getattr(configuration, f"{of}Dim{axis}") for of in ("grid", "block") for axis in "XYZ"]
+    assert (sizes, configuration.sharedMemBytes, function) == ([7, 2, 1, 128, 1, 1], 16, 4096)
+    (attribute,) = configuration.attrs
+    assert attribute.id.name.endswith("PROGRAMMATIC_STREAM_SERIALIZATION")
+    assert attribute.value.programmaticStreamSerializationAllowed == 1
+    assert not fake.called("cuLaunchKernel")
+
+    older = CudaGpu(forced_capability=(8, 0), cache=KernelCache(tmp_path))
+    older.launch(older.kernel(source), (7, 2, 1), 16, older.stream("s"), arguments)
+    assert len(fake.called("cuLaunchKernelEx")) == 1
+    assert len(fake.called("cuLaunchKernel")) == 1
