@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from edge_transformer.formats.weight import Weight, WeightFormat
 from edge_transformer.ops.backend import AttentionShape, Backend
 from edge_transformer.ops.batch import Batch, PromptSpan
 from edge_transformer.ops.reference.backend import ReferenceBackend
-from edge_transformer.ops.tensor import DType, array_at, tensor_of
+from edge_transformer.ops.tensor import DType, Tensor, array_at, tensor_of
 
 F32 = npt.NDArray[np.float32]
 
@@ -174,7 +175,7 @@ def test_attention_that_does_not_fit_is_refused() -> None:
     shape = make_shape(4, 2, 16)
     cache = make_cache(shape, 40, np.random.default_rng(1))
     batch = make_batch([Piece(0, 30, 3), Piece(0, 39, decode=True)], [cache])
-    refuse("needed: at least 4 rows of 64", shape, batch, cols=60)
+    refuse("at least 4 rows of 64", shape, batch, cols=60)
     refuse("4 heads and 3 KV heads", replace(shape, kv_heads=3), batch)
     refuse("head_dim is 20", replace(shape, head_dim=20), batch)
     refuse("head_dim is 264", replace(shape, head_dim=264), batch)
@@ -212,6 +213,51 @@ def test_arrays_of_another_type_are_refused_not_converted() -> None:
     ):
         with pytest.raises(TypeError):
             CpuBackend(1).attention(q, shape, tensor_of(np.zeros((1, 64), np.float32)), changed)
+
+
+def test_every_tensor_of_an_op_must_be_f32() -> None:
+    """Each in turn as i32 of the same shape, whose bits would be read as floats."""
+    rng = np.random.default_rng(3)
+    shape = make_shape(4, 2, 16)
+    batch = make_batch([Piece(0, 2, decode=True)], [make_cache(shape, 3, rng)], half=8)
+    square = make_weight(WeightFormat.F32, 64, 64, rng).weight
+    backend = CpuBackend(1)
+    backend.reserve(1, 64, [shape])
+
+    def wide(count: int) -> list[Tensor]:
+        return [tensor_of(np.ones((1, 64), np.float32)) for _ in range(count)]
+
+    def vector(cols: int) -> Tensor:
+        return tensor_of(np.ones(cols, np.float32))
+
+    keys, values = (tensor_of(np.ones((1, 32), np.float32)) for _ in range(2))
+    row = tensor_of(np.zeros(1, np.int32))
+    ops: list[tuple[Callable[..., None], list[Tensor]]] = [
+        (lambda out: backend.gather_rows(square, batch, 1.0, out), wide(1)),
+        (
+            lambda x, delta, delta_norm, weight, out: backend.add_norm(x, delta, delta_norm, weight, 1e-6, out, batch),
+            [*wide(2), vector(64), vector(64), *wide(1)],
+        ),
+        (lambda bias, x, out: backend.linear_group([square], [bias], x, [out], batch), [vector(64), *wide(2)]),
+        (lambda bias, x, out: backend.linear_add(square, bias, x, out, batch), [vector(64), *wide(2)]),
+        (
+            lambda q, k, v, q_norm, k_norm: backend.qk_norm_rope_append(q, k, v, q_norm, k_norm, 1e-6, shape, batch),
+            [*wide(1), keys, values, vector(16), vector(16)],
+        ),
+        (lambda q, out: backend.attention(q, shape, out, batch), wide(2)),
+        (
+            lambda gate, up, x, out: backend.gated_mlp(square, square, gate, up, "silu", x, out, batch),
+            [vector(64), vector(64), *wide(2)],
+        ),
+        (lambda x, out: backend.lm_head(square, x, 1, None, out), wide(2)),
+        (lambda x, out: backend.select_rows(x, row, 1, out), wide(2)),
+    ]
+    for op, tensors in ops:
+        op(*tensors)
+        for index, tensor in enumerate(tensors):
+            wrong = Tensor(tensor.address, tensor.shape, DType.I32, tensor.owner)
+            with pytest.raises(ValueError, match="is i32"):
+                op(*tensors[:index], wrong, *tensors[index + 1 :])
 
 
 def test_scratch_must_be_reserved() -> None:

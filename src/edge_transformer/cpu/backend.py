@@ -22,6 +22,8 @@ from edge_transformer.ops.backend import AttentionShape
 from edge_transformer.ops.batch import Batch
 from edge_transformer.ops.tensor import DType, Tensor, host_rows
 
+_F32 = DType.F32
+
 
 class CpuBackend:
     """The ops on the processor. `pool` may be used between passes, by one thread at a time, and so may the ops.
@@ -85,8 +87,10 @@ class CpuBackend:
         _check(out, rows, cols)
         if delta is not None:
             _check(delta, rows, cols)
-        if delta_norm is not None and delta_norm.shape != (cols,):
-            raise ValueError(f"delta_norm is {delta_norm.shape}; needed: ({cols},)")
+            if delta_norm is not None and (delta_norm.dtype is not _F32 or delta_norm.shape != (cols,)):
+                raise ValueError(f"delta_norm is {delta_norm.dtype} {delta_norm.shape}; needed: f32 ({cols},)")
+        if weight.dtype is not _F32:
+            raise ValueError(f"the weight of a norm is {weight.dtype} {weight.shape}; needed: f32")
         self._elementwise.add_norm(
             residual.address, _address(delta), _address(delta_norm), weight.address, eps, out.address, rows, cols
         )
@@ -122,8 +126,8 @@ class CpuBackend:
         _check(k, view.rows, shape.kv_heads * shape.head_dim)
         _check(v, view.rows, shape.kv_heads * shape.head_dim)
         for norm in (q_norm, k_norm):
-            if norm is not None and norm.shape != (shape.head_dim,):
-                raise ValueError(f"q_norm or k_norm is {norm.shape}; needed: ({shape.head_dim},)")
+            if norm is not None and (norm.dtype is not _F32 or norm.shape != (shape.head_dim,)):
+                raise ValueError(f"q_norm or k_norm is {norm.dtype} {norm.shape}; needed: f32 ({shape.head_dim},)")
         self._attention(shape).append(view, q.address, k.address, v.address, _address(q_norm), _address(k_norm), eps)
 
     def attention(self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch) -> None:
@@ -152,6 +156,7 @@ class CpuBackend:
 
     def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
         x_rows, cols = x.shape
+        _check(x, 0, cols)
         _check(out, count, cols)
         if rows.dtype is not DType.I32 or count > rows.shape[0]:
             raise ValueError(f"{count} rows were asked for; they are named in {rows.dtype} {rows.shape}, needed: i32")
@@ -219,5 +224,5 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _check(tensor: Tensor, rows: int, cols: int) -> None:
-    if tensor.shape[1] != cols or tensor.shape[0] < rows:
-        raise ValueError(f"a tensor is {tensor.shape}; needed: at least {rows} rows of {cols}")
+    if tensor.dtype is not _F32 or tensor.shape[1] != cols or tensor.shape[0] < rows:
+        raise ValueError(f"a tensor is {tensor.dtype} {tensor.shape}; needed: f32, at least {rows} rows of {cols}")

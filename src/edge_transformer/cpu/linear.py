@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from edge_transformer import _native
 from edge_transformer.formats.weight import Weight, WeightFormat
-from edge_transformer.ops.tensor import Tensor
+from edge_transformer.ops.tensor import DType, Tensor
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+_F32 = DType.F32
 _FORMAT_INDEX = {weight_format: index for index, weight_format in enumerate(WeightFormat)}
 
 
@@ -41,7 +42,8 @@ class LinearOps:
     """The linear ops on one pool and one instruction set (its number from `_native.instruction_set_index`).
 
     The native object of each weight, or group of weights used together, is made at its first use and kept, with the
-    weight, until `forget` or the end of this object. Every method raises ValueError for shapes that do not fit.
+    weight, until `forget` or the end of this object. Every method raises ValueError for shapes that do not fit, and for
+    tensors that are not f32.
     """
 
     def __init__(self, pool: _native.ThreadPool, isa: int) -> None:
@@ -65,10 +67,10 @@ class LinearOps:
         """outs[i] = x @ weights[i].T + biases[i] for the first `rows` rows; x f32 [>= rows, cols], outs[i] f32."""
         key = tuple(map(id, weights))
         bound = self._bound.get(key) or self._bind(key, *weights)
-        if x.shape[1] != bound.cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
+        if x.dtype is not _F32 or x.shape[1] != bound.cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
             raise _input_error(x, bound, prompt_rows, rows)
         for out, cols in zip(outs, bound.rows, strict=True):
-            if out.shape[1] != cols or out.shape[0] < rows:
+            if out.dtype is not _F32 or out.shape[1] != cols or out.shape[0] < rows:
                 raise _output_error(out, cols, rows)
         bound.op.group(x.address, [out.address for out in outs], _addresses(biases, bound), prompt_rows, rows)
 
@@ -77,9 +79,9 @@ class LinearOps:
     ) -> None:
         """residual += x @ weight.T + bias for the first `rows` rows; residual f32 [>= rows, weight rows]."""
         bound = self._bound.get(id(weight)) or self._bind(id(weight), weight)
-        if x.shape[1] != bound.cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
+        if x.dtype is not _F32 or x.shape[1] != bound.cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
             raise _input_error(x, bound, prompt_rows, rows)
-        if residual.shape[1] != bound.rows[0] or residual.shape[0] < rows:
+        if residual.dtype is not _F32 or residual.shape[1] != bound.rows[0] or residual.shape[0] < rows:
             raise _output_error(residual, bound.rows[0], rows)
         bias_address = 0 if bias is None else _addresses((bias,), bound)[0]
         bound.op.add(x.address, residual.address, bias_address, prompt_rows, rows)
@@ -103,9 +105,9 @@ class LinearOps:
             raise ValueError(f"gate has {bound.rows[0]} rows, up {bound.rows[1]}; they must be as many")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; there are {', '.join(ACTIVATIONS)}")
-        if x.shape[1] != bound.cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
+        if x.dtype is not _F32 or x.shape[1] != bound.cols or not 0 <= prompt_rows <= rows <= x.shape[0]:
             raise _input_error(x, bound, prompt_rows, rows)
-        if out.shape[1] != bound.rows[0] or out.shape[0] < rows:
+        if out.dtype is not _F32 or out.shape[1] != bound.rows[0] or out.shape[0] < rows:
             raise _output_error(out, bound.rows[0], rows)
         first, second = _addresses((gate_bias, up_bias), bound)
         bound.op.gated(x.address, out.address, first, second, activation == "gelu_tanh", prompt_rows, rows)
@@ -113,9 +115,9 @@ class LinearOps:
     def lm_head(self, weight: Weight, x: Tensor, rows: int, softcap: float | None, out: Tensor) -> None:
         """out = softcap(x @ weight.T) for the first `rows` rows, always as decode rows; out f32 [>= rows, V]."""
         bound = self._bound.get(id(weight)) or self._bind(id(weight), weight)
-        if x.shape[1] != bound.cols or not 0 <= rows <= x.shape[0]:
+        if x.dtype is not _F32 or x.shape[1] != bound.cols or not 0 <= rows <= x.shape[0]:
             raise _input_error(x, bound, 0, rows)
-        if out.shape[1] != bound.rows[0] or out.shape[0] < rows:
+        if out.dtype is not _F32 or out.shape[1] != bound.rows[0] or out.shape[0] < rows:
             raise _output_error(out, bound.rows[0], rows)
         bound.op.softcapped(x.address, out.address, softcap or 0.0, rows)
 
@@ -127,7 +129,7 @@ class LinearOps:
                 f"token ids are {token_ids.dtype} {token_ids.shape}; needed: contiguous int32 of one dimension"
             )
         rows = len(token_ids)
-        if out.shape[1] != bound.cols or out.shape[0] < rows:
+        if out.dtype is not _F32 or out.shape[1] != bound.cols or out.shape[0] < rows:
             raise _output_error(out, bound.cols, rows)
         bound.op.gather(token_ids.ctypes.data, out.address, scale, rows)
 
@@ -155,14 +157,16 @@ def _addresses(biases: Sequence[Tensor | None], bound: _Bound) -> list[int]:
     if not any(biases):
         return bound.no_biases
     for bias, rows in zip(biases, bound.rows, strict=True):
-        if bias is not None and bias.shape != (rows,):
-            raise ValueError(f"bias is {bias.shape}; the weight has {rows} rows")
+        if bias is not None and (bias.dtype is not _F32 or bias.shape != (rows,)):
+            raise ValueError(f"bias is {bias.dtype} {bias.shape}; the weight has {rows} rows, needed: f32")
     return [0 if bias is None else bias.address for bias in biases]
 
 
 def _input_error(x: Tensor, bound: _Bound, prompt_rows: int, rows: int) -> ValueError:
-    return ValueError(f"x is {x.shape}; needed: {bound.cols} columns, 0 <= {prompt_rows} prompt rows <= {rows} rows")
+    return ValueError(
+        f"x is {x.dtype} {x.shape}; needed: f32, {bound.cols} columns, 0 <= {prompt_rows} prompt rows <= {rows} rows"
+    )
 
 
 def _output_error(out: Tensor, cols: int, rows: int) -> ValueError:
-    return ValueError(f"output is {out.shape}; needed: at least {rows} rows of {cols}")
+    return ValueError(f"output is {out.dtype} {out.shape}; needed: f32, at least {rows} rows of {cols}")
