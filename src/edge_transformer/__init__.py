@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # true for type checkers; with `typing` Ctrl-C would give a traceback for 5 ms longer (cli/entry.py)
+# True for type checkers; `typing` would lengthen the time in which Ctrl-C gives a traceback (see cli/entry.py).
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from edge_transformer.engine.generation import Generation, Stream, Timings
     from edge_transformer.engine.gpu import GpuSettings
