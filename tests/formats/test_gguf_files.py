@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from edge_transformer.errors import FileChangedError, FormatError, UnsupportedModelError
-from edge_transformer.formats.gguf import GgufCheckpoint, open_gguf
+from edge_transformer.formats.checkpoint import MappedCheckpoint
+from edge_transformer.formats.gguf import open_gguf
 from edge_transformer.formats.gguf_types import StringArray
 from edge_transformer.formats.repack import read_vector
 from formats.sample_files import (
@@ -27,7 +28,7 @@ from formats.sample_files import (
 )
 
 
-def open_bytes(tmp_path: Path, content: bytes, name: str = "x.gguf") -> GgufCheckpoint:
+def open_bytes(tmp_path: Path, content: bytes, name: str = "x.gguf") -> MappedCheckpoint:
     (tmp_path / name).write_bytes(content)
     return open_gguf(tmp_path / name)
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from edge_transformer.errors import FormatError
+from edge_transformer.errors import FileChangedError, FormatError
+from edge_transformer.formats.checkpoint import MappedCheckpoint
 from edge_transformer.formats.open import open_checkpoint
+from edge_transformer.formats.weight import WeightFormat
 from formats.sample_files import GgufTensor, entry, gguf_bytes, safetensors_bytes
 
 GGUF = gguf_bytes([], [GgufTensor("a", (4,), 0, bytes(16))])
@@ -27,6 +29,25 @@ def test_files(tmp_path: Path) -> None:
     assert container(tmp_path / "model.gguf") == "gguf"
     assert container(tmp_path / "blob") == "gguf"
     assert container(tmp_path / "x.safetensors") == "safetensors"
+
+
+@pytest.mark.parametrize(("name", "content"), [("m.gguf", GGUF), ("m.safetensors", SAFETENSORS)])
+def test_both_containers_behave_alike(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    checkpoint = open_checkpoint(tmp_path / name)
+    assert type(checkpoint) is MappedCheckpoint
+    assert checkpoint.path == tmp_path / name
+    assert {name: (info.shape, info.format, info.nbytes) for name, info in checkpoint.tensors.items()} == {
+        "a": ((4,), WeightFormat.F32, 16)
+    }
+    with pytest.raises(TypeError):
+        checkpoint.tensors["b"] = checkpoint.tensors["a"]  # type: ignore[index]
+    checkpoint.check_unchanged()
+    (tmp_path / name).write_bytes(content + b"more")
+    with pytest.raises(FileChangedError):
+        checkpoint.check_unchanged()
+    checkpoint.close()
+    checkpoint.close()
 
 
 def test_folders(tmp_path: Path) -> None:

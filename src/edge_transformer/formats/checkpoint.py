@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from edge_transformer.formats.weight import WeightFormat
@@ -47,3 +48,31 @@ class Checkpoint(Protocol):
     def check_unchanged(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class MappedCheckpoint:
+    """What both readers open: one file or more, and the tensors that lie in them. `metadata` as in Checkpoint."""
+
+    def __init__(
+        self,
+        container: str,
+        path: Path,
+        files: Sequence[MappedFile],
+        tensors: dict[str, TensorInfo],
+        metadata: dict[str, object],
+    ) -> None:
+        self.container = container
+        self.path = path
+        self._files = files
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+        self.metadata: Mapping[str, object] = MappingProxyType(metadata)
+
+    def check_unchanged(self) -> None:
+        """Raise FileChangedError when one of the files changed since it was opened."""
+        for file in self._files:
+            file.check_unchanged()
+
+    def close(self) -> None:
+        """Unmap all files. Addresses of tensors are invalid afterwards; metadata stays."""
+        for file in self._files:
+            file.close()

@@ -5,45 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from edge_transformer.errors import FormatError, UnsupportedModelError
-from edge_transformer.formats.checkpoint import TensorInfo
+from edge_transformer.formats.checkpoint import MappedCheckpoint, TensorInfo
 from edge_transformer.formats.file_names import gguf_part_names, split_name
 from edge_transformer.formats.gguf_reader import GgufPart, read_part
 from edge_transformer.formats.mapping import MappedModelFile
 
 
-class GgufCheckpoint:
-    """Tensors of all parts; `metadata` is that of the first part."""
-
-    container = "gguf"
-
-    def __init__(
-        self,
-        path: Path,
-        files: list[MappedModelFile],
-        tensors: dict[str, TensorInfo],
-        metadata: dict[str, object],
-    ) -> None:
-        self.path = path
-        self._files = files
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
-        self.metadata: Mapping[str, object] = MappingProxyType(metadata)
-
-    def check_unchanged(self) -> None:
-        """Raise FileChangedError when one of the files changed since it was opened."""
-        for file in self._files:
-            file.check_unchanged()
-
-    def close(self) -> None:
-        """Unmap all files. Addresses of tensors are invalid afterwards; metadata stays."""
-        for file in self._files:
-            file.close()
-
-
-def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a GGUF file, version 2 or 3, or all parts of a split one.
+def open_gguf(path: Path) -> MappedCheckpoint:
+    """Open a GGUF file, version 2 or 3, or all parts of a split one; `metadata` is that of the first part.
 
     Raises FormatError for files that are corrupt, incomplete or of an unread kind, UnsupportedModelError for adapters.
     """
@@ -69,7 +40,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         for file in files:
             file.close()
         raise
-    return GgufCheckpoint(path, files, tensors, metadata)
+    return MappedCheckpoint("gguf", path, files, tensors, metadata)
 
 
 def split_paths(path: Path) -> list[Path]:

@@ -10,11 +10,10 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeGuard
 
 from edge_transformer.errors import FormatError, UnsupportedModelError
-from edge_transformer.formats.checkpoint import TensorInfo
+from edge_transformer.formats.checkpoint import MappedCheckpoint, TensorInfo
 from edge_transformer.formats.file_names import INDEX_FILE, PICKLED_SUFFIXES, SINGLE_FILE, split_name
 from edge_transformer.formats.folder import list_folder
 from edge_transformer.formats.json_file import read_settings
@@ -32,36 +31,10 @@ MAX_DIMENSIONS = 8
 _READ_DTYPES = {"F32": WeightFormat.F32, "F16": WeightFormat.F16, "BF16": WeightFormat.BF16}
 
 
-class SafetensorsCheckpoint:
-    """Tensors of one or more safetensors files; `metadata` is the parsed config.json beside them ({} without one)."""
-
-    container = "safetensors"
-
-    def __init__(
-        self,
-        path: Path,
-        files: list[MappedModelFile],
-        tensors: dict[str, TensorInfo],
-        metadata: dict[str, object],
-    ) -> None:
-        self.path = path
-        self._files = files
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
-        self.metadata: Mapping[str, object] = MappingProxyType(metadata)
-
-    def check_unchanged(self) -> None:
-        """Raise FileChangedError when one of the files changed since it was opened."""
-        for file in self._files:
-            file.check_unchanged()
-
-    def close(self) -> None:
-        """Unmap all files. Addresses of tensors are invalid afterwards."""
-        for file in self._files:
-            file.close()
-
-
-def open_safetensors(path: Path) -> SafetensorsCheckpoint:
+def open_safetensors(path: Path) -> MappedCheckpoint:
     """Open a model folder (model.safetensors, or model.safetensors.index.json and its shards) or one file.
+
+    `metadata` is the parsed config.json beside them ({} without one).
 
     Raises FormatError for files that are corrupt, missing, or hold a dtype other than F32, F16, BF16;
     UnsupportedModelError for adapters, quantization_config and auto_map.
@@ -84,7 +57,7 @@ def open_safetensors(path: Path) -> SafetensorsCheckpoint:
 
 def _open_files(
     path: Path, expected: Mapping[str, set[str] | None], folder: Path, metadata: dict[str, object]
-) -> SafetensorsCheckpoint:
+) -> MappedCheckpoint:
     """Open the named files; `expected` has the tensors that the index places in each (None: no index)."""
     files: list[MappedModelFile] = []
     tensors: dict[str, TensorInfo] = {}
@@ -106,7 +79,7 @@ def _open_files(
         for file in files:
             file.close()
         raise
-    return SafetensorsCheckpoint(path, files, tensors, metadata)
+    return MappedCheckpoint("safetensors", path, files, tensors, metadata)
 
 
 def read_header(file: MappedModelFile) -> dict[str, TensorInfo]:
