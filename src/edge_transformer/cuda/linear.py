@@ -32,10 +32,13 @@ _MANY_ROWS = 32  # weight rows for each multiprocessor from which a warp takes t
 _GEMM_THREADS = 256
 _MATRICES = 3  # a launch works on up to three matrices of one format
 _MMA_TILE = (64, 128)  # rows of x, rows of the weight
+_MMA_PITCH = 20  # words of shared memory for 32 columns of a row
 _FMA_TILE = (64, 64)
+_TENSOR_CORES = (8, 0)
 _DECODE_KIND, _LOGIT_KIND, _ALL_KIND = 1, 2, 3  # rows.cuh
 _STORE, _ADD, _GATE, _SOFTCAP = range(4)  # linear.cuh
 _NO_MATRIX: tuple[Argument, ...] = (0, np.int64(0), np.int64(0), np.int64(0), 0, 0, np.int32(0))
+_MINIMUMS = {WeightFormat.Q4_1, WeightFormat.Q5_1, WeightFormat.Q4_K, WeightFormat.Q5_K}
 _FLOAT_BYTES = {WeightFormat.F32: 4, WeightFormat.F16: 2, WeightFormat.BF16: 2}
 
 
@@ -99,11 +102,21 @@ def _gemv_sources(weight_format: WeightFormat, capability: tuple[int, int], tail
     return list(dict.fromkeys(sources))
 
 
-def gemm_source(weight_format: WeightFormat, capability: tuple[int, int], terms: int) -> KernelSource:
-    """The GEMM for a GPU. terms: bf16 terms of an activation, 3 or 1; without tensor cores there are none."""
-    if capability < (8, 0):
+def gemm_source(
+    weight_format: WeightFormat, capability: tuple[int, int], terms: int, gated: bool = False
+) -> KernelSource:
+    """The GEMM for a GPU. terms: bf16 terms of an activation, 3 or 1; without tensor cores there are none, and gate and
+    up are two launches.
+    """
+    if capability < _TENSOR_CORES:
         return KernelSource("gemm.cu", "gemm", _GEMM_THREADS, (("ETE_FORMAT", weight_format.value),))
-    defines = (("ETE_FORMAT", weight_format.value), ("ETE_TERMS", str(terms)))
+    defines: tuple[tuple[str, str], ...] = (
+        ("ETE_FORMAT", weight_format.value),
+        ("ETE_TERMS", str(terms)),
+        ("ETE_GATED", str(int(gated))),
+    )
+    if weight_format in {*_MINIMUMS, WeightFormat.Q6_K}:  # they spill a few registers to fit two blocks
+        defines += (("ETE_MIN_BLOCKS", "1"),)
     return KernelSource("gemm_mma.cu", "gemm_mma", _GEMM_THREADS, defines)
 
 
@@ -114,9 +127,9 @@ def all_sources(formats: Iterable[WeightFormat], capability: tuple[int, int]) ->
         tails = (False, True) if weight_format in _FLOAT_BYTES else (False,)
         for tail in tails:
             sources += _gemv_sources(weight_format, capability, tail)
-        terms = (3, 1) if capability >= (8, 0) else (3,)
-        sources += [gemm_source(weight_format, capability, count) for count in terms]
-    return sources
+        for terms in (3, 1):
+            sources += [gemm_source(weight_format, capability, terms, gated) for gated in (False, True)]
+    return list(dict.fromkeys(sources))
 
 
 Matrices = Sequence[tuple[Weight, Tensor | None, Tensor]]
@@ -155,7 +168,8 @@ class LinearOps:
             capability = self._gpu.properties.capability
             for source in _gemv_sources(weight_format, capability, tail):
                 self._kernel(source)
-            self._kernel(gemm_source(weight_format, capability, self._terms))
+            for gated in (False, True):
+                self._kernel(gemm_source(weight_format, capability, self._terms, gated))
 
     def linear_group(
         self,
@@ -197,14 +211,17 @@ class LinearOps:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; there are {', '.join(ACTIVATIONS)}")
         number = ACTIVATIONS.index(activation)
-        two_steps = rows
-        if rows.decode and gate.layout.format is up.layout.format:
-            matrices = [(gate, gate_bias, out), (up, up_bias, out)]
+        together = gate.layout.format is up.layout.format
+        matrices = [(gate, gate_bias, out), (up, up_bias, out)]
+        in_two = LaunchRows(rows.prompt, 0 if together else rows.decode, 0, rows.counts)
+        if together and rows.prompt and self._gpu.properties.capability >= _TENSOR_CORES:
+            self._queue(self._gemm, matrices, x, (rows.prompt, rows.counts, _STORE, number, True), stream)
+            in_two = LaunchRows(0, 0, 0, rows.counts)
+        if together and rows.decode:
             facts = rows.decode, _decode_kind(rows), rows.counts, _STORE, number, 1.0, 0, True
             self._queue(self._gemv, matrices, x, facts, stream)
-            two_steps = LaunchRows(rows.prompt, 0, 0, rows.counts)
-        self._products([(gate, gate_bias, out)], x, two_steps, stream, _STORE)
-        self._products([(up, up_bias, out)], x, two_steps, stream, _GATE, number)
+        self._products(matrices[:1], x, in_two, stream, _STORE)
+        self._products(matrices[1:], x, in_two, stream, _GATE, number)
 
     def lm_head(
         self,
@@ -233,7 +250,7 @@ class LinearOps:
     ) -> None:
         """One launch for the prompt rows and one for the decode rows."""
         if rows.prompt:
-            self._queue(self._gemm, matrices, x, (rows.prompt, rows.counts, epilogue, activation), stream)
+            self._queue(self._gemm, matrices, x, (rows.prompt, rows.counts, epilogue, activation, False), stream)
         if rows.decode:
             facts = rows.decode, _decode_kind(rows), rows.counts, epilogue, activation, 1.0, 0, False
             self._queue(self._gemv, matrices, x, facts, stream)
@@ -252,16 +269,23 @@ class LinearOps:
             launch = self._launches[key] = make(matrices, x, *facts)
         self._gpu.launch(launch.kernel, launch.grid, launch.shared_bytes, stream, launch.arguments)
 
-    def _gemm(self, matrices: Matrices, x: Tensor, rows: int, counts: int, epilogue: int, activation: int) -> _Launch:
+    def _gemm(
+        self, matrices: Matrices, x: Tensor, rows: int, counts: int, epilogue: int, activation: int, gated: bool
+    ) -> _Launch:
         layout = matrices[0][0].layout
         capability = self._gpu.properties.capability
-        x_rows, weight_rows = _FMA_TILE if capability < (8, 0) else _MMA_TILE
+        x_rows, weight_rows, shared_bytes = *_FMA_TILE, 0
+        if capability >= _TENSOR_CORES:
+            x_rows, weight_rows = _MMA_TILE
+            shared_bytes = _mma_shared_bytes(layout.format, self._terms)
         arguments = _matrix_arguments(matrices, x, rows)
         tiles = sum(-(-weight.layout.rows // weight_rows) for weight, _, _ in matrices)
+        if gated:  # half a tile of each
+            tiles = -(-layout.rows // (weight_rows // 2))
         return _Launch(
-            self._kernel(gemm_source(layout.format, capability, self._terms)),
+            self._kernel(gemm_source(layout.format, capability, self._terms, gated)),
             (-(-rows // x_rows), tiles, 1),
-            0,
+            shared_bytes,
             (x.address, counts, np.int32(layout.cols), np.int32(epilogue), np.int32(activation), *arguments),
             tuple(weight.layout for weight, _, _ in matrices),
         )
@@ -324,6 +348,18 @@ def _gemv_shared_bytes(weight_format: WeightFormat, chunk: int, batch: int, cols
     """x of `batch` rows: whole steps of a warp, `chunk` columns at most, and a sum for 16 or 32 of them (gemv.cu)."""
     numbers = min(chunk, round_up(cols, _WARP * _unit_columns(weight_format)))
     return batch * 4 * (numbers + numbers // 16)
+
+
+def _mma_shared_bytes(weight_format: WeightFormat, terms: int) -> int:
+    """Two stages of 32 columns (gemm_mma.cu)."""
+    x_rows, weight_rows = _MMA_TILE
+    weight_terms = 1 if terms == 1 else {WeightFormat.F32: 3, WeightFormat.F16: 2}.get(weight_format, 1)
+    words = (weight_terms * weight_rows + terms * x_rows) * _MMA_PITCH
+    if weight_format not in _FLOAT_BYTES:
+        words += weight_rows * (2 if weight_format is WeightFormat.Q6_K else 1)
+    if weight_format in _MINIMUMS:
+        words += weight_rows + x_rows
+    return 2 * 4 * words
 
 
 def _matrix_arguments(matrices: Matrices, x: Tensor, rows: int) -> tuple[Argument, ...]:
