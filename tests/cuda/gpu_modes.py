@@ -1,5 +1,7 @@
 """The whole engine on a real GPU, one line per check: python tests/cuda/gpu_modes.py [MODEL.gguf GOLDEN.json]
 
+    --only NAME    one tiny model; --tokens N of its prompt (for compute-sanitizer, which is slow)
+
 Tiny models of every family in every residency mode: bits equal between modes, logits close to the oracle. With the demo
 model's file and its reference ids: greedy ids in every mode. --plain takes the path of cards without tensor cores.
 Run by hand on a machine with a GPU. Ends with status 1 when a check failed.
@@ -7,6 +9,7 @@ Run by hand on a machine with a GPU. Ends with status 1 when a check failed.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -41,7 +44,9 @@ MODES = {
     "streamed, KV on the host": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.GPU),
     "the least": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.CPU),
 }
-PLAIN = "--plain" in sys.argv
+
+
+PLAIN = False
 
 
 def open_on_gpu(path: Path, wishes: Wishes, kv_dtype: DType, rows: int = MAX_ROWS) -> tuple[Engine, int]:
@@ -69,9 +74,9 @@ def logits_of(engine: Engine, tokens: list[int], chunk: int, decoded: int) -> np
     return np.concatenate(parts)
 
 
-def check_tiny(name: str, folder: Path) -> bool:
+def check_tiny(name: str, folder: Path, count: int) -> bool:
     path = write_hf(folder / name, MODELS[name].config, make_weights(MODELS[name]))
-    tokens = np.random.default_rng(1).integers(0, 131, 700).tolist()
+    tokens = np.random.default_rng(1).integers(0, 131, count).tolist()
     first, good = None, True
     for number, (mode, wishes) in enumerate(MODES.items()):
         engine, _ = open_on_gpu(path, wishes, DType.F32)
@@ -129,12 +134,20 @@ def same_ids(engine: Engine, case: dict[str, list[int]]) -> bool:
 
 
 def main() -> int:
-    arguments = [argument for argument in sys.argv[1:] if argument != "--plain"]
+    global PLAIN
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--only")
+    parser.add_argument("--tokens", type=int, default=700)
+    arguments = parser.parse_args()
+    PLAIN = arguments.plain
+    names = [arguments.only] if arguments.only else ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
     with tempfile.TemporaryDirectory() as folder:
-        names = [name for name in MODELS if name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")]
-        results = [check_tiny(name, Path(folder)) for name in names]
-    if len(arguments) == 2:
-        results.append(check_golden(Path(arguments[0]), Path(arguments[1])))
+        results = [check_tiny(name, Path(folder), arguments.tokens) for name in names]
+    if arguments.files:
+        model, golden = arguments.files
+        results.append(check_golden(model, golden))
     return 0 if all(results) else 1
 
 
