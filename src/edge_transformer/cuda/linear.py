@@ -97,7 +97,7 @@ def _gemv_sources(weight_format: WeightFormat, capability: tuple[int, int], tail
         gemv_source(weight_format, gemv_shape(weight_format, capability, batch, gated, many_rows), batch, gated, tail)
         for batch in GEMV_BATCHES
         for gated in (False, True)
-        for many_rows in (False, True)
+        for many_rows in ((False,) if tail else (False, True))
     ]
     return list(dict.fromkeys(sources))
 
@@ -307,9 +307,10 @@ class LinearOps:
         batch = next((size for size in GEMV_BATCHES if size >= rows), GEMV_BATCHES[-1])
         properties = self._gpu.properties
         tiled = [weight.layout.rows for weight, _, _ in (matrices[:1] if gated else matrices)]
-        many_rows = sum(tiled) >= _MANY_ROWS * properties.multiprocessors
+        tail = _has_tail(layout.format, layout.cols)
+        many_rows = not tail and sum(tiled) >= _MANY_ROWS * properties.multiprocessors
         shape = gemv_shape(layout.format, properties.capability, batch, gated, many_rows)
-        source = gemv_source(layout.format, shape, batch, gated, _has_tail(layout.format, layout.cols))
+        source = gemv_source(layout.format, shape, batch, gated, tail)
         arguments = _matrix_arguments(matrices, x, rows)
         tiles = sum(-(-size // shape.tile_rows) for size in tiled)
         blocks = properties.multiprocessors * (_THREADS_OF_MULTIPROCESSOR // shape.threads)
