@@ -6,9 +6,14 @@ What only an emulator can show (orders of threads, missing waits) is not shown t
 """
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 import emulator
 import emulator.gpu
+from edge_transformer.engine.core import Engine
 
 if os.environ.get("ETE_TEST_GPU"):
     from edge_transformer.cuda.driver import CudaGpu
@@ -32,3 +37,16 @@ if os.environ.get("ETE_TEST_GPU"):
                 self.close()
 
     emulator.EmulatedGpu = emulator.gpu.EmulatedGpu = RealGpu  # type: ignore[misc, assignment]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Engine]]:
+    engines: list[Engine] = []
+    yield engines
+    for engine in engines:
+        engine.close()

@@ -5,112 +5,19 @@ Queues run in a random order by seed, memory is poisoned while it is free or bei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from edge_transformer.cpu.backend import CpuBackend
+from cuda.opened import BUDGET, MODES, ForgetfulGpu, model_path, open_on_gpu, pieces, tokens_of
 from edge_transformer.engine.core import Chunk, Engine
-from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
-from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import CapacityError, NumericError
-from edge_transformer.formats.open import open_checkpoint
-from edge_transformer.models.read import read_model
-from edge_transformer.ops.tensor import DType
 from edge_transformer.placement.plan import HeadPlace, Wishes
-from emulator import EmulatedGpu, RaceError
+from emulator import RaceError
 from tiny.models import MODELS
 from tiny.run import open_engine, run
-from tiny.weights import make_weights, prompts
-from tiny.write import write_hf
-
-BUDGET = 1 << 28
-ROWS = 64
-
-MODES = {
-    "all resident": Wishes(BUDGET, resident_layers=-1, kv_offload=False, head=HeadPlace.GPU),
-    "streamed by layers": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=False, head=HeadPlace.GPU),
-    "one resident, three slots": Wishes(BUDGET, resident_layers=1, slots=3, kv_offload=False, head=HeadPlace.GPU),
-    "KV cache on the host": Wishes(BUDGET, resident_layers=-1, kv_offload=True, head=HeadPlace.GPU),
-    "all streamed, KV cache on the host": Wishes(
-        BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.GPU
-    ),
-}
-
-
-@dataclass
-class Opened:
-    engine: Engine
-    gpu: EmulatedGpu
-    arena_bytes: int
-
-
-def open_on_gpu(
-    path: Path,
-    wishes: Wishes,
-    seed: int = 0,
-    capability: tuple[int, int] = (7, 5),
-    context: int = 1024,
-    gpu: EmulatedGpu | None = None,
-    kv_dtype: DType = DType.F32,
-) -> Opened:
-    checkpoint = open_checkpoint(path)
-    spec = read_model(checkpoint)
-    gpu = gpu or EmulatedGpu(seed, capability=capability)
-    engine, plan = open_gpu_engine(
-        gpu,
-        checkpoint,
-        spec,
-        HostWeights(checkpoint, spec),
-        CpuBackend(1),
-        kv_dtype,
-        GpuOptions(wishes, context, sequences=2),
-        max_rows=ROWS,
-    )
-    return Opened(engine, gpu, plan.arena_bytes)
-
-
-def pieces(engine: Engine, tokens: list[int], chunk: int, decoded: int) -> np.ndarray:
-    """Logits [len(tokens), V]: all but the last `decoded` tokens in prompt chunks, those one by one."""
-    sequence = engine.new_sequence()
-    logits = []
-    split = len(tokens) - decoded
-    for start in range(0, split, chunk):
-        result = engine.step([Chunk(sequence, tokens[start : min(start + chunk, split)], "prompt", "all")])
-        assert result is not None
-        logits.append(result.logits())
-    for token in tokens[split:]:
-        result = engine.step([Chunk(sequence, [token], "decode", "all")])
-        assert result is not None
-        logits.append(result.logits())
-    sequence.close()
-    return np.concatenate(logits)
-
-
-def tokens_of(count: int, seed: int = 0) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(0, 131, count).tolist()
-    return ids
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-def model_path(folder: Path, name: str) -> Path:
-    path = folder / name
-    return path if path.exists() else write_hf(path, MODELS[name].config, make_weights(MODELS[name]))
-
-
-@pytest.fixture
-def closing() -> Iterator[list[Engine]]:
-    engines: list[Engine] = []
-    yield engines
-    for engine in engines:
-        engine.close()
+from tiny.weights import prompts
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)], ids=["sm_75", "sm_80"])
@@ -219,16 +126,6 @@ def test_decode_passes_of_a_kind_replay_one_graph(folder: Path, closing: list[En
     assert captures == ["compute", "compute"]  # one for single rows, one for two
 
 
-class _ForgetfulGpu(EmulatedGpu):
-    """Leaves out the waits of one stream."""
-
-    forgotten = ""
-
-    def wait(self, stream, event) -> None:  # type: ignore[no-untyped-def]
-        if stream.name != self.forgotten:
-            super().wait(stream, event)
-
-
 @pytest.mark.parametrize("forgotten", ["weight copies", "compute", "KV copies"])
 @pytest.mark.parametrize("check_order", [True, False], ids=["by order", "by value"])
 def test_a_wait_left_out_is_found(folder: Path, forgotten: str, check_order: bool) -> None:
@@ -239,7 +136,7 @@ def test_a_wait_left_out_is_found(folder: Path, forgotten: str, check_order: boo
     wishes = MODES["all streamed, KV cache on the host"]
     expected = pieces(open_on_gpu(model_path(folder, "llama"), wishes).engine, tokens, 64, 2)
     for seed in range(20):
-        gpu = _ForgetfulGpu(seed, check_order=check_order)
+        gpu = ForgetfulGpu(seed, check_order=check_order)
         gpu.forgotten = forgotten
         try:
             logits = pieces(open_on_gpu(model_path(folder, "llama"), wishes, gpu=gpu).engine, tokens, 64, 2)

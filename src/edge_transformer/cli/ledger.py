@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from edge_transformer.cli.console import size
 
 if TYPE_CHECKING:
-    from edge_transformer.placement.plan import Plan
+    from edge_transformer.placement.plan import Plan, RingCost
 
 
 def ledger(plan: Plan) -> str:
@@ -19,4 +19,14 @@ def ledger(plan: Plan) -> str:
     streamed = sum(not stays for stays in plan.resident)
     if streamed:
         lines.append(f"  {streamed} of {len(plan.resident)} layers: {size(plan.streamed_bytes)} over the bus each pass")
+    if plan.ring is not None:
+        lines.append(f"  {_ring(plan.ring)}")
     return "\n".join(lines)
+
+
+def _ring(ring: RingCost) -> str:
+    cost = "loading was slower" if ring.bus_share is None else f"about {ring.bus_share:.0%} of the bus's speed"
+    return (
+        f"the host refuses to page-lock {size(ring.unlocked_bytes)} of weights; they go through a ring of "
+        f"{size(ring.ring_bytes)}: {cost} (ulimit -l raises the limit)"
+    )

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from edge_transformer.cuda.runtime import Event, Gpu, Stream
 
@@ -26,11 +27,17 @@ class SlotState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HostRange:
-    """Consecutive bytes of a unit: page-locked host address, bytes, offset in the slot."""
+    """Consecutive bytes of a unit: host address, bytes, offset in the slot."""
 
     address: int
     nbytes: int
     slot_offset: int
+
+
+class Feed(Protocol):
+    """What brings bytes of host memory to a slot."""
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: Stream) -> None: ...
 
 
 class Slot:
@@ -48,11 +55,18 @@ class WeightSlots:
     """`units` of weights, used in cyclic order, streamed through slots at `addresses` (at least two)."""
 
     def __init__(
-        self, gpu: Gpu, compute: Stream, copies: Stream, addresses: Sequence[int], units: Sequence[Sequence[HostRange]]
+        self,
+        gpu: Gpu,
+        feed: Feed,
+        compute: Stream,
+        copies: Stream,
+        addresses: Sequence[int],
+        units: Sequence[Sequence[HostRange]],
     ) -> None:
         if len(addresses) < 2:
             raise ValueError(f"{len(addresses)} slots; streaming needs two or more")
         self._gpu = gpu
+        self._feed = feed
         self._compute = compute
         self._copies = copies
         self._units = units
@@ -90,7 +104,7 @@ class WeightSlots:
         slot.unit = self._next_unit
         self._gpu.wait(self._copies, slot.freed)
         for part in self._units[slot.unit]:
-            self._gpu.copy(slot.address + part.slot_offset, part.address, part.nbytes, self._copies)
+            self._feed.copy(slot.address + part.slot_offset, part.address, part.nbytes, self._copies)
         self._gpu.record(slot.filled, self._copies)
         self._next_unit = (self._next_unit + 1) % len(self._units)
         self._ahead.append(slot)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from typing import Protocol
 
 from edge_transformer.cuda.arena import Arena
+from edge_transformer.cuda.host_weights_feed import HostWeightsFeed
 from edge_transformer.cuda.runtime import Gpu, Stream
 from edge_transformer.cuda.weight_slots import HostRange, Slot, WeightSlots
-from edge_transformer.errors import CapacityError
 from edge_transformer.formats.weight import PLANE_ALIGNMENT, Weight, round_up
 from edge_transformer.ops.tensor import Tensor
 from edge_transformer.placement.plan import HeadPlace, Plan
@@ -49,15 +48,24 @@ def vector_bytes(host: HostModel) -> int:
 class GpuWeights:
     """Weights by layer and segment for the compute stream; attributes and calls as engine.weights.HostWeights.
 
-    embedding stays in host memory; head too when the plan computes it on the CPU.
+    embedding stays in host memory; head too when the plan computes it on the CPU. ring_cost: what it costs that the
+    host refuses to page-lock weights; None where it does not.
+    Raises CapacityError when the host refuses page-locked memory altogether.
     """
 
     def __init__(self, gpu: Gpu, arena: Arena, plan: Plan, host: HostModel, compute: Stream, copies: Stream) -> None:
         self._gpu = gpu
         self._host = host
-        self._registrations = ExitStack()
-        self._lock_host_memory()
+        self._feed = HostWeightsFeed(gpu, host.locked_ranges())
         self._compute = compute
+        try:
+            self._place(arena, plan, copies)
+        except BaseException:
+            self._feed.close()
+            raise
+
+    def _place(self, arena: Arena, plan: Plan, copies: Stream) -> None:
+        gpu, host = self._gpu, self._host
         self.vectors: list[Mapping[str, Tensor]] = [
             {role: self._vector(arena, vector, role) for role, vector in layer.items()} for layer in host.vectors
         ]
@@ -70,7 +78,10 @@ class GpuWeights:
         self._slots: WeightSlots | None = None
         if units:
             addresses = [arena.take(plan.slot_bytes, f"weight slot {index}") for index in range(plan.slots)]
-            self._slots = WeightSlots(gpu, compute, copies, addresses, units)
+            self.ring_cost = self._feed.cost(addresses[0], units[0], copies)
+            self._slots = WeightSlots(gpu, self._feed, self._compute, copies, addresses, units)
+        else:
+            self.ring_cost = self._feed.cost(0, (), copies)
         self._last_of_unit = self._last_segments()
         self._current: tuple[int, Slot] | None = None
         gpu.synchronize()
@@ -99,18 +110,8 @@ class GpuWeights:
     def close(self) -> None:
         """Wait for copies under way, then unlock and give back the host memory."""
         self._gpu.synchronize()
-        self._registrations.close()
+        self._feed.close()
         self._host.close()
-
-    def _lock_host_memory(self) -> None:
-        for address, nbytes, read_only in self._host.locked_ranges():
-            registration = self._gpu.register_host(address, nbytes, read_only)
-            if registration is None:
-                raise CapacityError(
-                    f"the host refuses to page-lock {nbytes} bytes of weights; raise the limit of locked memory "
-                    "(ulimit -l), or use --backend cpu"
-                )
-            self._registrations.enter_context(registration)
 
     def _vector(self, arena: Arena, vector: Tensor, label: str) -> Tensor:
         address = arena.take(vector.nbytes, label)
@@ -123,7 +124,7 @@ class GpuWeights:
 
     def _matrix(self, arena: Arena, weight: Weight, label: str) -> Weight:
         address = arena.take(weight.layout.nbytes, label)
-        self._gpu.copy(address, weight.address, weight.layout.nbytes, self._compute)
+        self._feed.copy(address, weight.address, weight.layout.nbytes, self._compute)
         return Weight(weight.layout, address, arena)
 
     def _place_layers(self, arena: Arena, plan: Plan) -> list[list[HostRange]]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.backend import CudaBackend
 from edge_transformer.cuda.device_batch import BatchCapacity, tiles_of_context
 from edge_transformer.cuda.runtime import Gpu
 from edge_transformer.cuda.tile_memory import ArenaTileMemory, LockedTileMemory
+from edge_transformer.cuda.timeline import Timeline
+from edge_transformer.cuda.tracing_gpu import TracingGpu
 from edge_transformer.cuda.weights import GpuWeights, segment_bytes, vector_bytes
 from edge_transformer.engine.core import MAX_ROWS, Engine
 from edge_transformer.engine.kv import LARGEST_RUN_BYTES, TileGeometry, TileMemory
+from edge_transformer.engine.traced import TracedEngine, traced_host
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import UsageError
 from edge_transformer.formats.checkpoint import Checkpoint
@@ -35,7 +39,7 @@ class GpuSettings:
     device: number of the GPU. vram_bytes: limit of the arena (None: what is free, less a margin). resident_layers:
     -1 all, 0 none, n spread evenly. slots: for streamed layers, at least 2. kv_offload: KV cache in host memory.
     lm_head: "gpu" or "cpu". fast_prefill: one bf16 term for the activations of prompts. force_capability: the kernels'
-    path for an older card, such as (7, 5).
+    path for an older card, such as (7, 5). timeline: records what the GPU does and when, without graphs.
     """
 
     device: int = 0
@@ -46,6 +50,7 @@ class GpuSettings:
     lm_head: str | None = None
     fast_prefill: bool = False
     force_capability: tuple[int, int] | None = None
+    timeline: Timeline | None = None
 
     def __post_init__(self) -> None:
         if self.lm_head is not None and self.lm_head not in tuple(HeadPlace):
@@ -62,6 +67,7 @@ class GpuOptions:
     context_length: int
     sequences: int = 1
     fast_prefill: bool = False
+    timeline: Timeline | None = None
 
 
 def open_gpu_engine(
@@ -101,22 +107,33 @@ def open_gpu_engine(
         kv_buffer_bytes=buffer_bytes,
     )
     plan = make_plan(demand, options.wishes)
-    arena = Arena(gpu, plan.arena_bytes)
-    compute, copies = gpu.stream("compute"), gpu.stream("weight copies")
-    tile_memory: TileMemory
-    if plan.kv is KvPlace.GPU:
-        address = arena.take(demand.kv_context_bytes, "KV cache")
-        kv_memory = (address, demand.kv_context_bytes)
-        tile_memory = ArenaTileMemory(gpu, compute, address, demand.kv_context_bytes, tile_bytes)
-    else:
-        kv_memory = None
-        tile_memory = LockedTileMemory(gpu, compute)
-    replayable = all(plan.resident) and plan.kv is KvPlace.GPU
-    backend = CudaBackend(
-        gpu, arena, compute, capacity, host, kv_memory, buffer_bytes, options.fast_prefill, replayable
-    )
-    weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
-    return Engine(checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory), plan
+    timeline = options.timeline
+    if timeline is not None:
+        gpu, host = TracingGpu(gpu, timeline), traced_host(host, timeline)
+    with ExitStack() as on_failure:
+        arena = Arena(gpu, plan.arena_bytes)
+        on_failure.callback(arena.close)
+        compute, copies = gpu.stream("compute"), gpu.stream("weight copies")
+        tile_memory: TileMemory
+        if plan.kv is KvPlace.GPU:
+            address = arena.take(demand.kv_context_bytes, "KV cache")
+            kv_memory = (address, demand.kv_context_bytes)
+            tile_memory = ArenaTileMemory(gpu, compute, address, demand.kv_context_bytes, tile_bytes)
+        else:
+            kv_memory = None
+            tile_memory = LockedTileMemory(gpu, compute)
+        replayable = all(plan.resident) and plan.kv is KvPlace.GPU and timeline is None
+        backend = CudaBackend(
+            gpu, arena, compute, capacity, host, kv_memory, buffer_bytes, options.fast_prefill, replayable
+        )
+        weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
+        on_failure.callback(weights.close)
+        if timeline is None:
+            engine = Engine(checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory)
+        else:
+            engine = TracedEngine(timeline, checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory)
+        on_failure.pop_all()
+    return engine, replace(plan, ring=weights.ring_cost)
 
 
 def open_on_cuda(
@@ -142,7 +159,7 @@ def open_on_cuda(
             budget = max(0, gpu.memory_info()[0] - MARGIN_BYTES)
         head = None if settings.lm_head is None else HeadPlace(settings.lm_head)
         wishes = Wishes(budget, settings.resident_layers, settings.slots, settings.kv_offload, head)
-        options = GpuOptions(wishes, context_length, fast_prefill=settings.fast_prefill)
+        options = GpuOptions(wishes, context_length, fast_prefill=settings.fast_prefill, timeline=settings.timeline)
         return open_gpu_engine(gpu, checkpoint, spec, host_weights, host, kv_dtype, options)
     except BaseException:
         gpu.close()

@@ -63,9 +63,22 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
+class RingCost:
+    """The host refuses to page-lock `unlocked_bytes` of weights: they go through a locked ring of `ring_bytes`.
+
+    bus_share: the speed of that over the bus's, as measured; None when nothing is streamed (only loading is slower).
+    """
+
+    unlocked_bytes: int
+    ring_bytes: int
+    bus_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The answer. `resident[layer]`; `unit_layers`: a slot holds a whole layer, else one segment; slot_bytes of each of
-    `slots` slots (0 slots when all is resident). streamed_bytes: weights that each pass moves over the bus.
+    `slots` slots (0 slots when all is resident). streamed_bytes: weights that each pass moves over the bus. ring: known
+    once the weights are opened.
     """
 
     resident: tuple[bool, ...]
@@ -76,6 +89,7 @@ class Plan:
     kv: KvPlace
     ledger: tuple[tuple[str, int], ...]
     streamed_bytes: int
+    ring: RingCost | None = None
 
     @property
     def arena_bytes(self) -> int:
