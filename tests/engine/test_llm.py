@@ -197,3 +197,8 @@ def test_raw_prompt_must_be_text(llm: LLM) -> None:
         llm.generate([{"role": "user", "content": "one"}], raw=True)
     with pytest.raises(TextError, match="at least one message"):
         llm.generate([])
+
+
+def test_a_generation_prints_as_its_text(llm: LLM) -> None:
+    generation = llm.generate("a", raw=True, max_tokens=4, ignore_eos=True)
+    assert f"{generation}" == str(generation) == generation.text

@@ -62,6 +62,10 @@ class Generation:
     seed: int
     timings: Timings
 
+    def __str__(self) -> str:
+        """The text, so that an answer can be printed as it is."""
+        return self.text
+
 
 @dataclass(slots=True)
 class _State:
