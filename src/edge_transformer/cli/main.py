@@ -24,6 +24,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 # name: (module, one line of help); the line equals the command's own short_help
 COMMANDS = {
     "run": ("edge_transformer.cli.run", "Answer one prompt."),
+    "trace": ("edge_transformer.cli.trace", "Record what a GPU does while it answers one prompt."),
     "chat": ("edge_transformer.cli.chat", "Talk with a model, turn by turn."),
     "info": ("edge_transformer.cli.info", "Say what a model is and whether it can run, without loading it."),
     "pull": ("edge_transformer.cli.pull", "Download a model, or bring it up to date."),

@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from edge_transformer import LLM, GenerationConfig, GpuSettings
+    from edge_transformer.cuda.timeline import Timeline
     from edge_transformer.hub import Progress
 
 # The base class is generic for type checkers only, in the click versions that are supported.
@@ -195,6 +196,12 @@ def engine_options(command: Command) -> Command:
     return _add(_ENGINE, command)
 
 
+def trace_options(command: Command) -> Command:
+    """Add both, as a trace needs them: few tokens, and always a GPU."""
+    few = _GENERATION | {"max-tokens": _GENERATION["max-tokens"] | {"default": 32}}
+    return _add(few | {name: settings for name, settings in _ENGINE.items() if name != "backend"}, command)
+
+
 def generation_config(options: dict[str, Any], **more: Any) -> GenerationConfig:
     """What the generation options among `options` ask for. Raises UsageError for a nan, which click lets through."""
     from edge_transformer import GenerationConfig
@@ -203,8 +210,8 @@ def generation_config(options: dict[str, Any], **more: Any) -> GenerationConfig:
     return GenerationConfig(**fields, **more)
 
 
-def load_model(model: str, options: dict[str, Any], progress: Progress) -> LLM:
-    """The model, loaded as the engine options among `options` ask."""
+def load_model(model: str, options: dict[str, Any], progress: Progress, timeline: Timeline | None = None) -> LLM:
+    """The model, loaded as the engine options among `options` ask. timeline: records what a GPU does."""
     from edge_transformer import LLM
 
     return LLM(
@@ -213,13 +220,13 @@ def load_model(model: str, options: dict[str, Any], progress: Progress) -> LLM:
         threads=options["threads"],
         kv_dtype=options["kv_dtype"],
         backend=options["backend"],
-        gpu=_gpu_settings(options),
+        gpu=_gpu_settings(options, timeline),
         offline=options["offline"],
         progress=progress,
     )
 
 
-def _gpu_settings(options: dict[str, Any]) -> GpuSettings | None:
+def _gpu_settings(options: dict[str, Any], timeline: Timeline | None) -> GpuSettings | None:
     """What the options of a GPU ask for, None for another backend. Raises UsageError for an option without a GPU."""
     given = {name: options[name] for name in _GPU_OPTIONS if options[name] is not None}
     if not options["fast_prefill"]:  # a flag that was not given
@@ -231,7 +238,7 @@ def _gpu_settings(options: dict[str, Any]) -> GpuSettings | None:
         return None
     from edge_transformer import GpuSettings
 
-    return GpuSettings(**{_GPU_OPTIONS[name]: value for name, value in given.items()})
+    return GpuSettings(**{_GPU_OPTIONS[name]: value for name, value in given.items()}, timeline=timeline)
 
 
 def _add(options: dict[str, dict[str, Any]], command: Command) -> Command:

@@ -61,7 +61,7 @@ def command(
         raise click.UsageError("--system needs the chat template, which --raw leaves out.")
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json.")
-    text = _prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file)
     config = generation_config(options, logprobs=logprobs, ignore_eos=ignore_eos)
     with contextlib.ExitStack() as stack:
         with progress_bar() as progress:
@@ -81,7 +81,7 @@ def command(
         context.exit(INTERRUPTED)
 
 
-def _prompt(argument: str | None, file: BinaryIO | None) -> str:
+def read_prompt(argument: str | None, file: BinaryIO | None) -> str:
     """The prompt's text, from the argument, a file or standard input."""
     if file is not None and argument is not None:
         raise click.UsageError("Give the prompt as an argument or with --prompt-file, not both.")

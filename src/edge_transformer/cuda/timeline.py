@@ -84,6 +84,11 @@ class Timeline:
         self._spans: list[Span] = []
         self._nvtx = _nvtx()
 
+    @property
+    def device(self) -> str:
+        """Name of the GPU. Raises ValueError without one."""
+        return self._attached().properties.name
+
     def attach(self, gpu: Gpu) -> None:
         """Time the work of `gpu` from `start` on."""
         self._gpu = gpu
