@@ -1,9 +1,9 @@
 // y = x @ weight.T for prompt rows without tensor cores (sm_75), from the planes of the weights.
 //
-// A block makes 64 weight rows x 64 rows of x, 32 columns at a time: values in fp32 (scale * code + minimum) and x go to
-// shared memory, and each thread makes 4 x 4 outputs. Every 32 columns start a fresh sum, which is added to a total.
-// Every output takes the same steps wherever it lies in its tile, and rows past the last are zero, so it does not depend
-// on how many rows there are.
+// A block makes 64 weight rows x 64 rows of x, 32 columns at a time: values in fp32 (scale * code + minimum) and x go
+// to shared memory, and each thread makes 4 x 4 outputs. Every 32 columns start a fresh sum, which is added to a total.
+// Every output takes the same steps wherever it lies in its tile, and rows past the last are zero, so it does not
+// depend on how many rows there are.
 //
 // Moves the planes of the weights and x once per 64 rows of the other (mostly from the L2 cache).
 //

@@ -12,8 +12,8 @@
 //
 // Moves the planes of the weights once per 64 rows of x, x once per 128 weight rows (both mostly from the L2 cache).
 //
-// Macros: ETE_FORMAT, ETE_TERMS (3, 1), ETE_GATED (1: out = activation(gate) * up, of the first two matrices, which have
-// as many rows; a tile has 64 rows of each). ETE_THREADS is 256.
+// Macros: ETE_FORMAT, ETE_TERMS (3, 1), ETE_GATED (1: out = activation(gate) * up, of the first two matrices, which
+// have as many rows; a tile has 64 rows of each). ETE_THREADS is 256.
 #include "gemm_tiles.cuh"
 #include "linear.cuh"
 #include "prelude.cuh"

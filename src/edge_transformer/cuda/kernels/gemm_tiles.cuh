@@ -4,7 +4,7 @@
 #include "prelude.cuh"
 #include "weights.cuh"
 
-// A thread's share of 32 columns of one weight row: with `parts` threads to a row, thread `part` has 32 / parts columns.
+// A thread's share of 32 columns of a weight row: with `parts` threads to a row, thread `part` has 32 / parts columns.
 // Formats in column order: columns 32 / parts * part on. 4-bit formats: bytes 16 / parts * part on, which hold half of
 // the columns in their low nibbles and half, 16 columns on, in their high ones.
 template <Format F, int parts>

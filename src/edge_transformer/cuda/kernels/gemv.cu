@@ -1,19 +1,20 @@
 // y = x @ weight.T for decode rows, from the planes of the weights with fp32 activations.
 //
-// A warp makes ETE_ROWS_PER_WARP output rows for up to ETE_BATCH rows of x. Lane l takes the 16-byte units l, l + 32, ...
-// of a row, in that order; per group it sums code * x, then adds scale * sum (and minimum * sum of x, and what unsigned
-// codes are too large by); the lanes are added by a tree. So a result depends on its row of x and on the columns alone,
-// whatever ETE_BATCH is.
+// A warp makes ETE_ROWS_PER_WARP output rows for up to ETE_BATCH rows of x. Lane l takes the 16-byte units l, l + 32
+// and so on of a row, in that order; per group it sums code * x, then adds scale * sum (and minimum * sum of x, and what
+// unsigned codes are too large by); the lanes are added by a tree. So a result depends on its row of x and on the
+// columns alone, whatever ETE_BATCH is.
 //
-// x goes through shared memory, kChunk columns at a time, with its sums per group, and the 16-byte pieces permuted so that the lanes of a
-// quarter warp meet different banks. The units of the next ETE_AHEAD steps are under way while those of one are used.
+// x goes through shared memory, kChunk columns at a time, with its sums per group, and the 16-byte pieces permuted so
+// that the lanes of a quarter warp meet different banks. The units of the next ETE_AHEAD steps are under way while
+// those of one are used. A block takes tile after tile of rows, and loads across their borders; x is staged once where
+// a chunk holds all of it.
 //
 // Moves the planes of the weights once per 8 rows of x.
 //
-// A block takes tile after tile of rows, and loads across their borders; x is staged once where a chunk holds all of it.
-//
-// Macros: ETE_FORMAT, ETE_BATCH (1, 2, 4, 8), ETE_ROWS_PER_WARP, ETE_AHEAD, ETE_CHUNK (columns), ETE_GATED (1: out = activation(gate) * up, of the
-// first two matrices, which have as many rows), ETE_TAIL (1: the columns do not fill the last unit).
+// Macros: ETE_FORMAT, ETE_BATCH (1, 2, 4, 8), ETE_ROWS_PER_WARP, ETE_AHEAD, ETE_CHUNK (columns), ETE_GATED (1: out =
+// activation(gate) * up, of the first two matrices, which have as many rows), ETE_TAIL (1: the columns do not fill the
+// last unit).
 #define ETE_MIN_BLOCKS 1  // else some formats spill a few registers to fit one block more
 #include "linear.cuh"
 #include "prelude.cuh"
@@ -238,7 +239,7 @@ ETE_DEVICE void write_tile(const Loader &loader, int tile, float (&sums)[kStream
 // grid: x up to as many blocks as there are tiles of kTileRows weight rows (a block takes every gridDim.x-th), y groups
 // of 8 rows of x of kind `row_kind`. x_bound: the most rows of the kind that there can be; x may be read up to there.
 // out_pitch: floats from one row of an output to the next; 0: as many as its matrix has rows.
-// shared: min(kChunk, columns rounded up to kStep) floats for each of kBatch rows, and one for each kSumColumns of them.
+// shared: for each of kBatch rows min(kChunk, columns rounded up to kStep) floats, and one for kSumColumns of them.
 extern "C" __global__ void ETE_LAUNCH_BOUNDS
 gemv(const float *__restrict__ x, const int *__restrict__ counts, int row_kind, int x_bound, int cols, int epilogue,
      int activation, float softcap, int out_pitch, const uint8_t *__restrict__ weight0, int64_t second0, int64_t third0,

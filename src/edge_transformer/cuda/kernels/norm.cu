@@ -1,5 +1,5 @@
-// add_norm: residual += delta_norm ? rmsnorm(delta) * delta_norm : delta (where given); out = rmsnorm(residual) * weight,
-// with rmsnorm(x) = x / sqrt(mean(x^2) + eps). One block per row of the pass, all f32.
+// add_norm: residual += delta_norm ? rmsnorm(delta) * delta_norm : delta (where given); out = rmsnorm(residual) *
+// weight, with rmsnorm(x) = x / sqrt(mean(x^2) + eps). One block per row of the pass, all f32.
 //
 // A thread reads again what it wrote itself, so residual needs no barrier. Sums: thread t takes columns 4 t.. of every
 // 4 * ETE_THREADS, then a tree over the warp, then the warps in order.
@@ -46,7 +46,7 @@ ETE_DEVICE float add_squares(float sum, float4 four) {
   return fmaf(four.w, four.w, fmaf(four.z, four.z, fmaf(four.y, four.y, fmaf(four.x, four.x, sum))));
 }
 
-// x / sqrt(mean square + eps) * weight, as two roundings of the quotient's factor would not be: divide, then multiply.
+// x / rms * weight: a division, not a product with 1 / rms, which would round once more.
 ETE_DEVICE float4 normed(float4 x, float rms, float4 weight) {
   return make_float4(x.x / rms * weight.x, x.y / rms * weight.y, x.z / rms * weight.z, x.w / rms * weight.w);
 }

@@ -85,7 +85,8 @@ rope_append(float *__restrict__ q, const float *__restrict__ k, const float *__r
   const int position = positions[row];
   const int64_t tile = tile_table[static_cast<int64_t>(row_sequence[row]) * tiles + position / kTilePositions];
   const int64_t values_of = of_k ? 0 : static_cast<int64_t>(kv_heads) * kTilePositions * head_dim;
-  const int64_t start = values_of + (static_cast<int64_t>(kv_head) * kTilePositions + position % kTilePositions) * head_dim;
+  const int64_t slot = static_cast<int64_t>(kv_head) * kTilePositions + position % kTilePositions;
+  const int64_t start = values_of + slot * head_dim;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int d = lane + kWarp * i;
