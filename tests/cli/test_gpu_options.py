@@ -57,7 +57,7 @@ def test_options_of_a_gpu_need_one(given: dict[str, object]) -> None:
 
 
 def test_ledger_tells_what_lies_where() -> None:
-    demand = Demand(((1 << 20, 1 << 20),) * 4, 1000, 1 << 20, 1 << 20, 1 << 22, 1 << 16)
+    demand = Demand(((1 << 20, 1 << 20),) * 4, 1000, 1 << 20, 1 << 20, 1 << 22, 1 << 16, 1 << 10, (1 << 10,))
     text = ledger(make_plan(demand, Wishes(1 << 40, resident_layers=1, slots=2, kv_offload=True)))
     assert "3 of 4 layers: 6.0 MiB over the bus each pass" in text
     assert "in host memory, streamed through two buffers" in text

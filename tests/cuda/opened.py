@@ -27,6 +27,10 @@ MODES = {
     "all resident": Wishes(BUDGET, resident_layers=-1, kv_offload=False, head=HeadPlace.GPU),
     "streamed by layers": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=False, head=HeadPlace.GPU),
     "one resident, three slots": Wishes(BUDGET, resident_layers=1, slots=3, kv_offload=False, head=HeadPlace.GPU),
+    "output projection streamed alone": Wishes(BUDGET, resident_layers=-1, kv_offload=False, head=HeadPlace.STREAMED),
+    "all streamed, output projection too": Wishes(
+        BUDGET, resident_layers=0, slots=3, kv_offload=True, head=HeadPlace.STREAMED
+    ),
     "KV cache on the host": Wishes(BUDGET, resident_layers=-1, kv_offload=True, head=HeadPlace.GPU),
     "all streamed, KV cache on the host": Wishes(
         BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.GPU

@@ -13,6 +13,7 @@ import pytest
 from cuda.opened import BUDGET, MODES, ForgetfulGpu, model_path, open_on_gpu, pieces, tokens_of
 from edge_transformer.engine.core import Chunk, Engine
 from edge_transformer.errors import CapacityError, NumericError
+from edge_transformer.placement import plan as plan_module
 from edge_transformer.placement.plan import HeadPlace, Wishes
 from emulator import RaceError
 from tiny.models import MODELS
@@ -34,6 +35,32 @@ def test_every_mode_gives_the_same_bits(
     first = results["all resident"]
     for mode, logits in results.items():
         assert np.array_equal(first, logits), mode
+
+
+@pytest.mark.parametrize("mode", ["output projection streamed alone", "all streamed, output projection too"])
+def test_output_projection_in_many_blocks_of_every_layout(
+    folder: Path, closing: list[Engine], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """131 rows in blocks of 32, with several logit blocks in a pass, and layers met where blocks were expected."""
+    monkeypatch.setattr(plan_module, "HEAD_ROW_STEP", 32)
+    monkeypatch.setattr(plan_module, "HEAD_BLOCK_BYTES", 1)
+    tokens = tokens_of(30, 12)
+    resident = open_on_gpu(model_path(folder, "llama"), MODES["all resident"])
+    streamed = open_on_gpu(model_path(folder, "llama"), MODES[mode], seed=6)
+    closing += [resident.engine, streamed.engine]
+    if mode == "output projection streamed alone":
+        assert streamed.plan.head_block_rows == 32
+    for chunk in (64, 7):
+        assert np.array_equal(pieces(resident.engine, tokens, chunk, 2), pieces(streamed.engine, tokens, chunk, 2))
+    for engine in (resident.engine, streamed.engine):
+        sequence = engine.new_sequence()
+        for start in (0, 10, 20):  # no logits are asked: the blocks fetched ahead are dropped
+            engine.step([Chunk(sequence, tokens[start : start + 10], "prompt")])
+        result = engine.step([Chunk(sequence, [5], "decode", "last")])
+        assert result is not None
+        if engine is resident.engine:
+            expected = result.logits()
+    assert np.array_equal(result.logits(), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3"])

@@ -20,6 +20,8 @@ DEMAND = Demand(
     workspace_bytes=5 * MIB,
     kv_context_bytes=100 * MIB,
     kv_buffer_bytes=4 * MIB,
+    head_rows=50 * 1024,
+    head_pitches=(1024,),
 )
 
 
@@ -55,14 +57,14 @@ def test_spread_keeps_the_count_and_even_gaps(layers: int, data: st.DataObject) 
 
 @given(
     st.lists(st.lists(st.integers(1, 10**7), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12).map(tuple),
-    st.integers(0, 10**8),
+    st.integers(0, 10**5),
     st.integers(0, 10**8),
     st.integers(0, 4 * 10**8),
 )
 def test_budget_is_never_exceeded_and_the_named_least_is_enough(
     segments: tuple[tuple[int, ...], ...], head: int, kv: int, budget: int
 ) -> None:
-    demand = Demand(segments, 12345, head, 10**6, kv, 10**5)
+    demand = Demand(segments, 12345, head * 1000, 10**6, kv, 10**5, max(head, 1), (900, 100))
     try:
         plan = make_plan(demand, Wishes(budget))
     except CapacityError as error:
@@ -113,6 +115,42 @@ def test_never_all_or_nothing() -> None:
 def test_wishes_out_of_range(wishes: Wishes, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make_plan(DEMAND, wishes)
+
+
+def test_a_streamed_output_projection_costs_no_arena_where_layers_are_streamed() -> None:
+    """Slots of 40 MiB: 50 MiB of rows of 1 KiB in two blocks of 25 MiB."""
+    on_cpu = make_plan(DEMAND, Wishes(1024 * MIB, resident_layers=0, kv_offload=True, head=HeadPlace.CPU))
+    for budget in (1024 * MIB, on_cpu.arena_bytes):
+        plan = make_plan(DEMAND, Wishes(budget, resident_layers=0, kv_offload=True, head=HeadPlace.STREAMED))
+        assert plan.arena_bytes == on_cpu.arena_bytes
+        assert plan.streamed_bytes == on_cpu.streamed_bytes + 50 * MIB
+        assert plan.head_block_rows == (25 * 1024 if plan.unit_layers else 17088)  # a third, to a multiple of 64
+
+
+def test_a_streamed_output_projection_alone_has_two_slots_of_its_own() -> None:
+    plan = make_plan(DEMAND, Wishes(1024 * MIB, resident_layers=-1, head=HeadPlace.STREAMED))
+    assert plan.slots == 2
+    assert plan.head_block_rows == 12800  # four blocks of 12.5 MiB, none above 16
+    assert plan.slot_bytes == 12800 * 1024
+    assert ("2 slots for the streamed output projection", 2 * 12800 * 1024) in plan.ledger
+
+
+def test_where_layers_are_streamed_the_planner_streams_the_output_projection_too() -> None:
+    plan = make_plan(DEMAND, Wishes(100 * MIB))
+    assert plan.head is HeadPlace.STREAMED
+    assert not all(plan.resident)
+
+
+@given(st.integers(1, 10**6), st.lists(st.integers(1, 10**4), min_size=1, max_size=4), st.integers(1, 10**7))
+def test_blocks_of_the_output_projection_fit_their_slots(rows: int, pitches: list[int], layer: int) -> None:
+    demand = Demand(((layer,),), 1, rows * sum(pitches), 1, 1, 1, rows, tuple(pitches))
+    for resident in (0, -1):
+        plan = make_plan(demand, Wishes(1 << 50, resident_layers=resident, head=HeadPlace.STREAMED))
+        assert 1 <= plan.head_block_rows <= rows
+        assert plan.head_block_rows % 64 == 0 or plan.head_block_rows == rows
+        assert sum(-(-plan.head_block_rows * pitch // 256) * 256 for pitch in pitches) <= plan.slot_bytes
+        if resident == 0 and plan.head_block_rows > 64:
+            assert plan.slot_bytes == -(-layer // 256) * 256
 
 
 def test_wishes_that_do_not_fit_are_refused_not_bent() -> None:

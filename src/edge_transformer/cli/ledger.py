@@ -9,16 +9,21 @@ from edge_transformer.cli.console import size
 if TYPE_CHECKING:
     from edge_transformer.placement.plan import Plan, RingCost
 
+_HEADS = {"gpu": "on the GPU", "streamed": "on the GPU, its rows streamed in blocks", "cpu": "on the CPU"}
+
 
 def ledger(plan: Plan) -> str:
     """One line per entry of the arena, and what each token moves over the bus."""
     lines = [f"GPU memory: {size(plan.arena_bytes)} in one arena"]
     lines += [f"  {label}: {size(nbytes)}" for label, nbytes in plan.ledger if nbytes]
     lines.append(f"  KV cache: {'on the GPU' if plan.kv == 'gpu' else 'in host memory, streamed through two buffers'}")
-    lines.append(f"  output projection: on the {'GPU' if plan.head == 'gpu' else 'CPU'}")
+    lines.append(f"  output projection: {_HEADS[plan.head]}")
     streamed = sum(not stays for stays in plan.resident)
-    if streamed:
-        lines.append(f"  {streamed} of {len(plan.resident)} layers: {size(plan.streamed_bytes)} over the bus each pass")
+    if plan.slots:
+        parts = f"{streamed} of {len(plan.resident)} layers"
+        if plan.head == "streamed":
+            parts = f"{parts} and the output projection" if streamed else "the output projection"
+        lines.append(f"  {parts}: {size(plan.streamed_bytes)} over the bus each pass")
     if plan.ring is not None:
         lines.append(f"  {_ring(plan.ring)}")
     return "\n".join(lines)

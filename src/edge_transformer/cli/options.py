@@ -170,8 +170,9 @@ _ENGINE: dict[str, dict[str, Any]] = {
         "help": "With cuda: keep the KV cache in host memory and stream it (default: where it does not fit).",
     },
     "lm-head": {
-        "type": click.Choice(["gpu", "cpu"]),
-        "help": "With cuda: where the output projection is computed (default: on the GPU where it fits).",
+        "type": click.Choice(["gpu", "streamed", "cpu"]),
+        "help": "With cuda: where the output projection is computed: resident on the GPU, streamed to it, or on the "
+        "CPU (default: on the GPU where it fits).",
     },
     "fast-prefill": {
         "is_flag": True,

@@ -26,6 +26,7 @@ from edge_transformer.cuda.elementwise import ElementwiseOps
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.cuda.runtime import Event, Gpu, Graph, Memory, Stream
+from edge_transformer.cuda.streamed_head import StreamedHead
 from edge_transformer.formats.weight import Weight, round_up
 from edge_transformer.ops.backend import AttentionShape, Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
@@ -244,6 +245,11 @@ class CudaBackend:
     def lm_head(self, weight: Weight, x: Tensor, rows: int, softcap: float | None, out: Tensor) -> None:
         if weight.owner is self._arena:
             self._linear.lm_head(weight, x, softcap, out, self._logit_rows(rows), self._compute)
+            return
+        if isinstance(weight.owner, StreamedHead):
+            for index in range(len(weight.owner)):
+                with weight.owner.block(index) as (first_row, block):
+                    self._linear.lm_head(block, x, softcap, out, self._logit_rows(rows), self._compute, first_row)
             return
         hidden = self.read(x, rows).copy()
         logits = self._stage(rows, out.shape[1])

@@ -45,9 +45,13 @@ class LockedRing:
             self._gpu.synchronize(piece.stream)  # what the piece held has been sent
             ctypes.memmove(piece.address, source + start, size)
             self._gpu.wait(piece.stream, self._begun)
-            self._gpu.copy(destination + start, piece.address, size, piece.stream)
-            self._gpu.record(piece.sent, piece.stream)
-            self._gpu.wait(stream, piece.sent)
+            try:
+                self._gpu.copy(destination + start, piece.address, size, piece.stream)
+                self._gpu.record(piece.sent, piece.stream)
+                self._gpu.wait(stream, piece.sent)
+            except BaseException:  # whoever writes to the destination next cannot know of this copy
+                self._gpu.synchronize(piece.stream)
+                raise
 
     def share_of_bus(self, destination: int, ranges: Iterable[tuple[int, int]], stream: Stream) -> float:
         """Bytes per second through the ring over those of copies from locked memory, at most 1, as measured by moving

@@ -75,29 +75,43 @@ class WeightSlots:
             gpu.record(slot.freed, compute)
         self._ahead: deque[Slot] = deque()  # filled or being filled, in order of use
         self._next_unit = 0
+        self._interrupted = False  # in the middle of a call: what a KeyboardInterrupt left is not relied on
 
     def acquire(self, unit: int) -> Slot:
         """The slot that holds `unit`, ready for what is queued on the compute stream from now on."""
-        if not self._ahead or self._ahead[0].unit != unit:
+        if self._interrupted or not self._ahead or self._ahead[0].unit != unit:
             self._start_from(unit)
+        self._interrupted = True
         slot = self._ahead.popleft()
         self._gpu.wait(self._compute, slot.filled)
         slot.state = SlotState.IN_USE
+        self._interrupted = False
         return slot
 
     def release(self, slot: Slot) -> None:
-        """What has been queued on the compute stream is the last that reads the slot: fill it with the next unit."""
+        """What has been queued on the compute stream is the last that reads the slot: fill it with the next unit.
+
+        A slot that was taken back meanwhile, by another start, is left alone.
+        """
+        if slot.state is not SlotState.IN_USE:
+            return
+        self._interrupted = True
         self._gpu.record(slot.freed, self._compute)
         slot.state = SlotState.FREE
         self._fill(slot)
+        self._interrupted = False
 
     def _start_from(self, unit: int) -> None:
-        """A first pass, or one after a pass that was given up: drop what was fetched ahead."""
+        """A first pass, or one after a pass given up: drop what was fetched ahead, take back what is in use."""
+        self._interrupted = True
         self._ahead.clear()
         self._next_unit = unit
         for slot in self._slots:
-            if slot.state is not SlotState.IN_USE:
-                self._fill(slot)
+            if slot.state is SlotState.IN_USE:
+                self._gpu.record(slot.freed, self._compute)
+                slot.state = SlotState.FREE
+            self._fill(slot)
+        self._interrupted = False
 
     def _fill(self, slot: Slot) -> None:
         slot.state = SlotState.FILLING

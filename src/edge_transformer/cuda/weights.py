@@ -8,8 +8,9 @@ from typing import Protocol
 from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.host_weights_feed import HostWeightsFeed
 from edge_transformer.cuda.runtime import Gpu, Stream
+from edge_transformer.cuda.streamed_head import StreamedHead, cut_rows
 from edge_transformer.cuda.weight_slots import HostRange, Slot, WeightSlots
-from edge_transformer.formats.weight import PLANE_ALIGNMENT, Weight, round_up
+from edge_transformer.formats.weight import PLANE_ALIGNMENT, Weight, WeightLayout, round_up
 from edge_transformer.ops.tensor import Tensor
 from edge_transformer.placement.plan import HeadPlace, Plan
 
@@ -48,7 +49,8 @@ def vector_bytes(host: HostModel) -> int:
 class GpuWeights:
     """Weights by layer and segment for the compute stream; attributes and calls as engine.weights.HostWeights.
 
-    embedding stays in host memory; head too when the plan computes it on the CPU. ring_cost: what it costs that the
+    embedding stays in host memory; head too when the plan computes it on the CPU; a streamed
+    head is owned by a StreamedHead. ring_cost: what it costs that the
     host refuses to page-lock weights; None where it does not.
     Raises CapacityError when the host refuses page-locked memory altogether.
     """
@@ -71,15 +73,22 @@ class GpuWeights:
         ]
         self.final_norm = self._vector(arena, host.final_norm, "final norm")
         self.embedding = host.embedding
-        self.head = host.head if plan.head is HeadPlace.CPU else self._matrix(arena, host.head, "output projection")
+        self.head = self._matrix(arena, host.head, "output projection") if plan.head is HeadPlace.GPU else host.head
         self._resident: dict[tuple[int, str], Mapping[str, Weight]] = {}
         self._places: dict[tuple[int, str], tuple[int, dict[str, tuple[Weight, int]]]] = {}
         units = self._place_layers(arena, plan)
+        head_unit, head_layouts = len(units), list[WeightLayout]()
+        if plan.head is HeadPlace.STREAMED:
+            head_layouts, head_units = cut_rows(host.head, plan.head_block_rows)
+            units += head_units
         self._slots: WeightSlots | None = None
         if units:
             addresses = [arena.take(plan.slot_bytes, f"weight slot {index}") for index in range(plan.slots)]
             self.ring_cost = self._feed.cost(addresses[0], units[0], copies)
             self._slots = WeightSlots(gpu, self._feed, self._compute, copies, addresses, units)
+            if head_layouts:
+                streamed = StreamedHead(self._slots, head_unit, head_layouts)
+                self.head = Weight(host.head.layout, host.head.address, streamed)
         else:
             self.ring_cost = self._feed.cost(0, (), copies)
         self._last_of_unit = self._last_segments()

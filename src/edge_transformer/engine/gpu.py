@@ -38,8 +38,8 @@ class GpuSettings:
 
     device: number of the GPU. vram_bytes: limit of the arena (None: what is free, less a margin). resident_layers:
     -1 all, 0 none, n spread evenly. slots: for streamed layers, at least 2. kv_offload: KV cache in host memory.
-    lm_head: "gpu" or "cpu". fast_prefill: one bf16 term for the activations of prompts. force_capability: the kernels'
-    path for an older card, such as (7, 5). timeline: records what the GPU does and when, without graphs.
+    lm_head: "gpu", "streamed" or "cpu". fast_prefill: one bf16 term for the activations of prompts. force_capability:
+    the kernels' path for an older card, such as (7, 5). timeline: records what the GPU does and when, without graphs.
     """
 
     device: int = 0
@@ -105,6 +105,8 @@ def open_gpu_engine(
         kv_context_bytes=options.sequences
         * sum(_resident_tiles(g, options.context_length, max_rows) * g.tile_bytes for g in geometries),
         kv_buffer_bytes=buffer_bytes,
+        head_rows=host_weights.head.layout.rows,
+        head_pitches=tuple(plane.row_pitch for plane in host_weights.head.layout.planes),
     )
     plan = make_plan(demand, options.wishes)
     timeline = options.timeline

@@ -7,6 +7,7 @@ sequence gets: a resident KV cache has the room it was granted, an offloaded one
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,11 +17,18 @@ from edge_transformer.formats.weight import round_up
 ALIGNMENT = 256
 MINIMUM_SLOTS = 2
 
+HEAD_BLOCK_BYTES = 16 << 20
+"""A block of the output projection at most, where no layer sizes the slots: larger copies are no faster."""
+
+HEAD_ROW_STEP = 64
+"""Blocks of the output projection's rows are multiples of this, but for the last."""
+
 
 class HeadPlace(StrEnum):
     """Where the output projection is computed."""
 
     GPU = "gpu"  # resident
+    STREAMED = "streamed"  # on the GPU, its rows in blocks through the slots of streamed layers
     CPU = "cpu"  # where its bytes lie, while the next pass's first weights are on their way
 
 
@@ -37,7 +45,8 @@ class Demand:
 
     segment_bytes: per layer the bytes of its segments, in order of use. vector_bytes: all small vectors. head_bytes:
     the output projection. workspace_bytes: activations, batch arrays, states, logits. kv_context_bytes: the KV cache of
-    the context the user asked for. kv_buffer_bytes: one buffer for a run of KV tiles.
+    the context the user asked for. kv_buffer_bytes: one buffer for a run of KV tiles. head_rows, head_pitches: rows of
+    the output projection and, for each of its planes, bytes of a row.
     """
 
     segment_bytes: tuple[tuple[int, ...], ...]
@@ -46,6 +55,8 @@ class Demand:
     workspace_bytes: int
     kv_context_bytes: int
     kv_buffer_bytes: int
+    head_rows: int
+    head_pitches: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +88,9 @@ class RingCost:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The answer. `resident[layer]`; `unit_layers`: a slot holds a whole layer, else one segment; slot_bytes of each of
-    `slots` slots (0 slots when all is resident). streamed_bytes: weights that each pass moves over the bus. ring: known
-    once the weights are opened.
+    `slots` slots (0 slots when all is resident). streamed_bytes: weights that each pass moves over the bus, those of
+    a streamed output projection among them. head_block_rows: its rows in a slot, 0 where it is not streamed. ring:
+    known once the weights are opened.
     """
 
     resident: tuple[bool, ...]
@@ -89,6 +101,7 @@ class Plan:
     kv: KvPlace
     ledger: tuple[tuple[str, int], ...]
     streamed_bytes: int
+    head_block_rows: int = 0
     ring: RingCost | None = None
 
     @property
@@ -104,7 +117,7 @@ def spread(layers: int, resident: int) -> tuple[bool, ...]:
 
 def make_plan(demand: Demand, wishes: Wishes) -> Plan:
     """Of the plans that fit the budget and the wishes, the one that moves the fewest bytes per decoded token; of
-    equals, the one with the smallest arena.
+    equals, the one with the smallest arena, and of these the one whose output projection is on the GPU.
 
     Raises CapacityError naming the smallest budget that would do and the options that reach it; UsageError for wishes
     that make no sense.
@@ -161,7 +174,7 @@ def _weight_choices(demand: Demand, wishes: Wishes) -> list[tuple[int, int, bool
     choices: list[tuple[int, int, bool]] = []
     for count in counts:
         if count == layers:
-            choices.append((count, 0, True))
+            choices.append((count, slots, True))
         else:
             choices += [(count, slots, True), (count, slots, False)]
     return choices
@@ -171,18 +184,47 @@ def _plan(demand: Demand, resident_count: int, slots: int, unit_layers: bool, he
     resident = spread(len(demand.segment_bytes), resident_count)
     streamed = [segments for segments, stays in zip(demand.segment_bytes, resident, strict=True) if not stays]
     units = [sum(segments) for segments in streamed] if unit_layers else [size for layer in streamed for size in layer]
+    block_rows = 0
+    if head is HeadPlace.STREAMED:
+        room = max(units, default=min(HEAD_BLOCK_BYTES, head_block_bytes(demand.head_rows, demand.head_pitches)))
+        block_rows = _head_block_rows(demand, room)
+        units.append(head_block_bytes(block_rows, demand.head_pitches))
+    slots = slots if units else 0
     slot_bytes = round_up(max(units, default=0), ALIGNMENT)
     resident_bytes = sum(sum(segments) for segments, stays in zip(demand.segment_bytes, resident, strict=True) if stays)
     ledger = (
         (f"weights of {resident_count} resident layers", resident_bytes),
-        (f"{slots} slots for {len(streamed)} streamed layers", slots * slot_bytes),
+        (f"{slots} slots for {_streamed_parts(len(streamed), head)}", slots * slot_bytes),
         ("norms and biases", demand.vector_bytes),
         ("output projection", demand.head_bytes if head is HeadPlace.GPU else 0),
         ("KV cache", demand.kv_context_bytes if kv is KvPlace.GPU else 2 * demand.kv_buffer_bytes),
         ("workspace", demand.workspace_bytes),
     )
     aligned = tuple((label, round_up(nbytes, ALIGNMENT)) for label, nbytes in ledger)
-    return Plan(resident, slots, unit_layers, slot_bytes, head, kv, aligned, sum(map(sum, streamed)))
+    streamed_bytes = sum(map(sum, streamed)) + (demand.head_bytes if head is HeadPlace.STREAMED else 0)
+    return Plan(resident, slots, unit_layers, slot_bytes, head, kv, aligned, streamed_bytes, block_rows)
+
+
+def head_block_bytes(rows: int, pitches: Sequence[int]) -> int:
+    """Bytes of `rows` rows of a matrix whose planes have these pitches, each plane 256-aligned."""
+    return sum(round_up(rows * pitch, ALIGNMENT) for pitch in pitches)
+
+
+def _head_block_rows(demand: Demand, room: int) -> int:
+    """Rows of the output projection in a slot of `room` bytes, HEAD_ROW_STEP at least: as few blocks as can be, of
+    about one size.
+    """
+    rows, pitches = demand.head_rows, demand.head_pitches
+    if head_block_bytes(rows, pitches) <= room:
+        return rows
+    most = (room - ALIGNMENT * len(pitches)) // sum(pitches) // HEAD_ROW_STEP * HEAD_ROW_STEP
+    blocks = math.ceil(rows / max(most, HEAD_ROW_STEP))
+    return min(rows, round_up(math.ceil(rows / blocks), HEAD_ROW_STEP))
+
+
+def _streamed_parts(layers: int, head: HeadPlace) -> str:
+    parts = [f"{layers} streamed layers"] if layers or head is not HeadPlace.STREAMED else []
+    return " and ".join(parts + ["the streamed output projection"] * (head is HeadPlace.STREAMED))
 
 
 def _bytes_moved(demand: Demand, plan: Plan) -> int:
