@@ -154,6 +154,102 @@ def test_the_summary_by_hand() -> None:
     assert "compute waited for copies   12.5%" in text
 
 
+class _ClockEvent:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def elapsed_ms(self, earlier: _ClockEvent) -> float:
+        return (self.time - earlier.time) * 1e3
+
+
+class _ClockStream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.time = 0.0
+
+
+class _ClockGpu:
+    """Streams with clocks: a copy takes a second a byte, a launch as many as its grid is wide, the host no time."""
+
+    properties = EmulatedGpu(0).properties
+
+    def allocate(self, nbytes: int, what: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(address=1 << 20, nbytes=nbytes)
+
+    def declare_block(self, address: int, nbytes: int, label: str) -> None:
+        pass
+
+    def stream(self, name: str) -> _ClockStream:
+        return _ClockStream(name)
+
+    def event(self, timing: bool = False) -> _ClockEvent:
+        return _ClockEvent()
+
+    def record(self, event: _ClockEvent, stream: _ClockStream) -> None:
+        event.time = stream.time
+
+    def wait(self, stream: _ClockStream, event: _ClockEvent) -> None:
+        stream.time = max(stream.time, event.time)
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: _ClockStream) -> None:
+        stream.time += nbytes
+
+    def launch(self, kernel: object, grid: tuple[int, int, int], shared: int, stream: _ClockStream, *_: object) -> None:
+        stream.time += grid[0]
+
+    def synchronize(self, stream: _ClockStream | None = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("copy_seconds", "compute_seconds", "bus", "exposed", "waited"),
+    # Four units through two slots. Copies back to back from 0 on, compute 3 seconds after each: all of 0-43.
+    # Or compute back to back from 3 on; of its 40 seconds 12 lie under the copies 3-6, 13-16, 23-26, 33-36.
+    [(10, 3, 43, 0, 10 + 7 + 7 + 7), (3, 10, 15, 28, 3)],
+    ids=["bus bound", "compute bound"],
+)
+def test_streams_with_known_times(copy_seconds: int, compute_seconds: int, bus: int, exposed: int, waited: int) -> None:
+    timeline = Timeline()
+    gpu = TracingGpu(_ClockGpu(), timeline)  # type: ignore[arg-type]
+    slots = [gpu.allocate(200, "arena").address + 100 * number for number in range(2)]
+    for number, slot in enumerate(slots):
+        gpu.declare_block(slot, 100, f"slot {number}")
+    compute, copies = gpu.stream("compute"), gpu.stream("weight copies")
+    filled, freed = ([gpu.event(), gpu.event()] for _ in "ab")
+    kernel = types.SimpleNamespace(source=types.SimpleNamespace(entry="gemv"))
+
+    def fill(unit: int) -> None:
+        gpu.wait(copies, freed[unit % 2])
+        gpu.copy(slots[unit % 2], 7, copy_seconds - 1, copies)  # in two parts: one span
+        gpu.copy(slots[unit % 2] + copy_seconds - 1, 90, 1, copies)
+        gpu.record(filled[unit % 2], copies)
+
+    timeline.start()
+    for event in freed:
+        gpu.record(event, compute)
+    fill(0)
+    fill(1)
+    for unit in range(4):
+        gpu.wait(compute, filled[unit % 2])
+        timeline.label = f"layer {unit}"
+        gpu.launch(kernel, (compute_seconds - 2, 1, 1), 0, compute, ())  # type: ignore[arg-type]
+        gpu.launch(kernel, (2, 1, 1), 0, compute, ())  # type: ignore[arg-type]
+        timeline.label = None
+        gpu.record(freed[unit % 2], compute)
+        fill(unit + 2)
+    spans = timeline.finish()
+    summary = summarize([*spans, span("CPU", Kind.HOST, 0, 43, "decode pass")])
+    assert summary is not None
+    assert (summary.bus_seconds, summary.compute_seconds) == (bus, 4 * compute_seconds)
+    assert (summary.exposed_seconds, summary.waited_seconds) == (exposed, waited)
+    assert summary.bus_bytes == bus
+    assert [(s.name, s.kernels) for s in spans if s.kind is Kind.KERNELS] == [
+        (f"layer {unit}", ("gemv", "gemv")) for unit in range(4)
+    ]
+    copied = [(s.name, s.nbytes) for s in spans if s.kind is Kind.TO_GPU]
+    assert copied == [(f"slot {unit % 2}", copy_seconds) for unit in range(6)]
+
+
 def test_no_decode_pass_no_summary() -> None:
     assert summarize([span("CPU", Kind.HOST, 0, 1, "prompt pass")]) is None
     assert summarize([]) is None
