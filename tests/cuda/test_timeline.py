@@ -28,6 +28,7 @@ from edge_transformer.placement.plan import HeadPlace, Wishes
 from emulator import EmulatedGpu
 
 LEAST = Wishes(1 << 28, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.CPU)
+HEAD_STREAMED = Wishes(1 << 28, resident_layers=0, slots=2, kv_offload=False, head=HeadPlace.STREAMED)
 DECODED = 3
 
 
@@ -69,9 +70,9 @@ def traced(path: Path, wishes: Wishes, seed: int = 0) -> tuple[np.ndarray, list[
     return logits, spans
 
 
-@pytest.mark.parametrize("mode", ["all resident", "streamed by layers", "least"])
+@pytest.mark.parametrize("mode", ["all resident", "streamed by layers", "head streamed", "least"])
 def test_a_traced_run_has_the_same_logits_and_orderly_spans(path: Path, mode: str) -> None:
-    wishes = LEAST if mode == "least" else MODES[mode]
+    wishes = {"least": LEAST, "head streamed": HEAD_STREAMED}.get(mode) or MODES[mode]
     logits, spans = traced(path, wishes)
     plain = open_on_gpu(path, wishes).engine
     assert np.array_equal(logits, logits_of(plain))
