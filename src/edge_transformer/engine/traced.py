@@ -67,9 +67,11 @@ class TracedWeights:
         return matrices
 
     def release(self, layer: int, segment: str) -> None:
-        self._weights.release(layer, segment)
-        self._timeline.label = None
-        self._timeline.end()
+        try:
+            self._weights.release(layer, segment)
+        finally:
+            self._timeline.label = None
+            self._timeline.end()
 
     def close(self) -> None:
         self._weights.close()
