@@ -49,17 +49,15 @@ def all_sources(formats: Iterable[WeightFormat]) -> list[KernelSource]:
 
 
 class ElementwiseOps:
-    """The elementwise ops of one GPU. Kernels are loaded at their first use; `prepare` does it before a pass."""
+    """The elementwise ops of one GPU. Kernels are loaded at their first use, unless `sources` were prepared before."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._kernels: dict[KernelSource, Kernel] = {}
 
-    def prepare(self, embedding: WeightFormat, kv_dtype: DType) -> None:
-        """Load what a model with an embedding table of this format and KV tiles of this type needs."""
-        fixed = (add_norm_source(), select_rows_source(), argmax_source())
-        for source in (*fixed, rope_append_source(kv_dtype), gather_source(embedding)):
-            self._kernel(source)
+    def sources(self, kv_dtype: DType) -> list[KernelSource]:
+        """The kernels that a model with KV tiles of this type needs, to be compiled before a pass."""
+        return [add_norm_source(), select_rows_source(), rope_append_source(kv_dtype)]
 
     def gather_rows(
         self, table: Weight, token_ids: int, scale: float, out: Tensor, rows: LaunchRows, stream: Stream

@@ -148,7 +148,7 @@ class _Launch:
 
 
 class LinearOps:
-    """The products of one GPU. Kernels are loaded at their first use; `prepare` does it before a pass.
+    """The products of one GPU. Kernels are loaded at their first use, unless `sources` were prepared before.
 
     Launches are made once for the same addresses and shapes and kept, since making one costs Python ten times as much
     as finding it.
@@ -162,14 +162,14 @@ class LinearOps:
         self._kernels: dict[KernelSource, Kernel] = {}
         self._launches: dict[tuple[object, ...], _Launch] = {}
 
-    def prepare(self, formats_cols: Iterable[tuple[WeightFormat, int]]) -> None:
-        """Load all kernels that weights of these formats and column counts may need."""
+    def sources(self, formats_cols: Iterable[tuple[WeightFormat, int]]) -> list[KernelSource]:
+        """All kernels that weights of these formats and column counts may need, to be compiled before a pass."""
+        capability = self._gpu.properties.capability
+        sources: list[KernelSource] = []
         for weight_format, tail in sorted({(known, _has_tail(known, cols)) for known, cols in formats_cols}):
-            capability = self._gpu.properties.capability
-            for source in _gemv_sources(weight_format, capability, tail):
-                self._kernel(source)
-            for gated in (False, True):
-                self._kernel(gemm_source(weight_format, capability, self._terms, gated))
+            sources += _gemv_sources(weight_format, capability, tail)
+            sources += [gemm_source(weight_format, capability, self._terms, gated) for gated in (False, True)]
+        return list(dict.fromkeys(sources))
 
     def linear_group(
         self,
