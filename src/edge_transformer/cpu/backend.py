@@ -168,6 +168,9 @@ class CpuBackend:
     def write(self, tensor: Tensor, values: npt.NDArray[np.float32]) -> None:
         host_rows(tensor, len(values))[:] = values
 
+    def give_up(self) -> None:
+        """Nothing is queued."""
+
     def close(self) -> None:
         """Drop all references to weights and batches. The threads end with the last reference to `pool`."""
         self._linear.forget()

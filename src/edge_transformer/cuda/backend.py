@@ -7,6 +7,7 @@ embedding's rows are gathered on the CPU, where the table lies; so is the output
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import Enum
 from itertools import pairwise
 
@@ -88,6 +89,7 @@ class CudaBackend:
         self._gpu = gpu
         self._replayable = replayable
         self._mode = Mode.EAGER
+        self._given_up = False
         self._graphs: dict[tuple[int, int, int], Graph] = {}
         self._graph_key = (0, 0, 0)
         self._arena = arena
@@ -261,8 +263,10 @@ class CudaBackend:
         if self._mode is not Mode.REPLAYING:
             self._elementwise.select_rows(x, self._device.logit_rows, out, self._logit_rows(count), self._compute)
         if self._mode is Mode.CAPTURING:
-            self._graphs[self._graph_key] = self._gpu.end_capture(self._compute)
-            self._graphs[self._graph_key].launch(self._compute)
+            self._mode = Mode.EAGER
+            graph = self._gpu.end_capture(self._compute)
+            self._graphs[self._graph_key] = graph
+            graph.launch(self._compute)
         self._mode = Mode.EAGER
 
     def read(self, tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
@@ -277,15 +281,22 @@ class CudaBackend:
         staging.numpy()[...] = values
         self._gpu.copy(tensor.address, staging.address, staging.nbytes, self._compute)
 
-    def close(self) -> None:
-        """Wait for what is queued, then release the arena and the GPU."""
+    def give_up(self) -> None:
+        """Drop what was being recorded. What was queued runs; the next pass waits for it."""
+        self._batch = None
+        self._given_up = True
         self._end_capture()
-        self._gpu.synchronize()
-        for graph in self._graphs.values():
-            graph.close()
-        self._arena.close()
-        self._gpu.close()
-        self._host.close()
+
+    def close(self) -> None:
+        """Wait for what is queued, then release the arena and the GPU, also where that wait fails."""
+        with ExitStack() as last:
+            last.callback(self._host.close)
+            last.callback(self._gpu.close)
+            last.callback(self._arena.close)
+            for graph in self._graphs.values():
+                last.callback(graph.close)
+            self._end_capture()
+            self._gpu.synchronize()
 
     # ---- parts
 
@@ -295,6 +306,9 @@ class CudaBackend:
             return
         self._end_capture()
         self._gpu.synchronize(self._compute)  # the pass before has read its arrays and the staging memory
+        if self._given_up and self._offload is not None:  # copies that no kernel has waited for
+            self._gpu.synchronize(self._offload.copies)
+        self._given_up = False
         self._device.stage(batch)
         self._batch = batch
         prompt, decode = self._device.prompt_bucket, self._device.decode_bucket
@@ -311,9 +325,9 @@ class CudaBackend:
 
     def _end_capture(self) -> None:
         """Drop what a pass that was given up has left."""
-        if self._mode is Mode.CAPTURING:
+        capturing, self._mode = self._mode is Mode.CAPTURING, Mode.EAGER
+        if capturing:
             self._gpu.end_capture(self._compute).close()
-        self._mode = Mode.EAGER
 
     def _tiles(self) -> int:
         """Tiles that attention is launched for: those of the longest sequence; a power of two, so that graphs are

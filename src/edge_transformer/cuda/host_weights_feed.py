@@ -53,6 +53,6 @@ class HostWeightsFeed:
 
     def close(self) -> None:
         """Unlock the host memory. No copy may be under way."""
-        if self._ring is not None:
-            self._ring.close()
-        self._registrations.close()
+        with self._registrations:
+            if self._ring is not None:
+                self._ring.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Protocol
 
 from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.host_weights_feed import HostWeightsFeed
 from edge_transformer.cuda.runtime import Gpu, Stream
 from edge_transformer.cuda.streamed_head import StreamedHead, cut_rows
-from edge_transformer.cuda.weight_slots import HostRange, Slot, WeightSlots
+from edge_transformer.cuda.weight_slots import HostRange, Slot, SlotState, WeightSlots
 from edge_transformer.formats.weight import PLANE_ALIGNMENT, Weight, WeightLayout, round_up
 from edge_transformer.ops.tensor import Tensor
 from edge_transformer.placement.plan import HeadPlace, Plan
@@ -92,7 +93,7 @@ class GpuWeights:
         else:
             self.ring_cost = self._feed.cost(0, (), copies)
         self._last_of_unit = self._last_segments()
-        self._current: tuple[int, Slot] | None = None
+        self._current: Slot | None = None
         gpu.synchronize()
 
     def acquire(self, layer: int, segment: str) -> Mapping[str, Weight]:
@@ -103,24 +104,27 @@ class GpuWeights:
         unit, matrices = self._places[key]
         if self._slots is None:
             raise ValueError(f"layer {layer} is streamed, but there are no slots")
-        if self._current is None or self._current[0] != unit:
-            if self._current is not None:  # a pass was given up inside a unit
-                self._slots.release(self._current[1])
-            self._current = (unit, self._slots.acquire(unit))
-        slot = self._current[1]
+        slot = self._current
+        if slot is None or slot.unit != unit or slot.state is not SlotState.IN_USE:
+            self._current = None  # first: an interrupt must not leave a slot here that is being filled
+            if slot is not None:  # a pass was given up inside a unit
+                self._slots.release(slot)
+            self._current = slot = self._slots.acquire(unit)
         return {role: Weight(weight.layout, slot.address + offset, slot) for role, (weight, offset) in matrices.items()}
 
     def release(self, layer: int, segment: str) -> None:
         """The segment is read no more by what will be queued."""
-        if (layer, segment) in self._last_of_unit and self._current is not None and self._slots is not None:
-            self._slots.release(self._current[1])
+        slot = self._current
+        if (layer, segment) in self._last_of_unit and slot is not None and self._slots is not None:
             self._current = None
+            self._slots.release(slot)
 
     def close(self) -> None:
         """Wait for copies under way, then unlock and give back the host memory."""
-        self._gpu.synchronize()
-        self._feed.close()
-        self._host.close()
+        with ExitStack() as last:
+            last.callback(self._host.close)
+            last.callback(self._feed.close)
+            self._gpu.synchronize()
 
     def _vector(self, arena: Arena, vector: Tensor, label: str) -> Tensor:
         address = arena.take(vector.nbytes, label)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -147,14 +148,18 @@ class Engine:
         for chunk in chunks:
             chunk.sequence.prepare(len(chunk.tokens))
         batch, rows = self._batch(chunks)
-        if not self._run_layers(batch, lambda: self._closed or (cancelled is not None and cancelled())):
-            self._require_open()
-            return None
-        self._checkpoint.check_unchanged()
-        for chunk in chunks:
-            chunk.sequence.commit(chunk.tokens)
-        if rows:
-            self._backend.select_rows(self._activations.normed, tensor_of(batch.logit_rows), len(rows), self._selected)
+        with ExitStack() as unfinished:
+            unfinished.callback(self._backend.give_up)
+            if not self._run_layers(batch, lambda: self._closed or (cancelled is not None and cancelled())):
+                self._require_open()
+                return None
+            self._checkpoint.check_unchanged()
+            if rows:
+                indices = tensor_of(batch.logit_rows)
+                self._backend.select_rows(self._activations.normed, indices, len(rows), self._selected)
+            for chunk in chunks:
+                chunk.sequence.commit(chunk.tokens)
+            unfinished.pop_all()
         return PassResult(self, batch, rows, self._passes)
 
     def prefill(
@@ -196,9 +201,9 @@ class Engine:
         and raises UsageError there.
         """
         self._closed = True
-        with self.lock:
+        with self.lock, ExitStack() as last:
+            last.callback(self._backend.close)
             self._weights.close()
-            self._backend.close()
 
     @staticmethod
     def workspace_bytes_of(config: ModelConfig, rows: int) -> int:

@@ -159,6 +159,10 @@ class Backend(Protocol):
         """Put f32 [n, cols] into the first n rows of a tensor [>= n, cols], before the ops that follow."""
         ...
 
+    def give_up(self) -> None:
+        """The pass at hand was cancelled or has failed: no further op of it will come."""
+        ...
+
     def close(self) -> None:
         """Release threads and memory. The backend is not used afterwards."""
         ...

@@ -134,6 +134,9 @@ class ReferenceBackend:
     def write(self, tensor: Tensor, values: Floats) -> None:
         host_rows(tensor, len(values))[:] = values
 
+    def give_up(self) -> None:
+        """Nothing is queued."""
+
     def close(self) -> None:
         self._values.clear()
 
