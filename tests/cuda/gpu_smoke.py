@@ -118,7 +118,8 @@ def registration(gpu: CudaGpu) -> str:
     with tempfile.NamedTemporaryFile() as file:
         file.write(np.arange(nbytes // 8, dtype=np.int64).tobytes())
         file.flush()
-        mapped = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        # Shared, as model files are mapped: registering a private read-only mapping hangs in cuMemHostRegister.
+        mapped = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         view = np.frombuffer(mapped, np.uint8)
         device = gpu.allocate(256 * MIB, "device")
         start = time.perf_counter()

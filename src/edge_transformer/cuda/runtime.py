@@ -87,7 +87,10 @@ class Gpu(Protocol):
         ...
 
     def register_host(self, address: int, nbytes: int, read_only: bool) -> AbstractContextManager[None] | None:
-        """Page-lock existing host memory (whole pages around it); None when the host or device refuses."""
+        """Page-lock existing host memory (whole pages around it); None when the host or device refuses.
+
+        Mapped files must be mapped shared: the driver hangs on a private read-only mapping.
+        """
         ...
 
     def declare_block(self, address: int, nbytes: int, label: str) -> None:
