@@ -38,6 +38,7 @@ MODES = {
     "resident": Wishes(BUDGET, resident_layers=-1, kv_offload=False, head=HeadPlace.GPU),
     "streamed": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=False, head=HeadPlace.GPU),
     "offload": Wishes(BUDGET, resident_layers=-1, kv_offload=True, head=HeadPlace.GPU),
+    "bus": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.STREAMED),
     "least": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.CPU),
 }
 
