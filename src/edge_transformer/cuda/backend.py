@@ -6,7 +6,7 @@ embedding's rows are gathered on the CPU, where the table lies; so is the output
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from itertools import pairwise
@@ -22,6 +22,7 @@ from edge_transformer.cuda.attention import (
     PassArrays,
     workspace_bytes,
 )
+from edge_transformer.cuda.attention import sources as attention_sources
 from edge_transformer.cuda.device_batch import BatchCapacity, DeviceBatch
 from edge_transformer.cuda.elementwise import ElementwiseOps
 from edge_transformer.cuda.launch_rows import LaunchRows
@@ -117,6 +118,17 @@ class CudaBackend:
         """Bytes of the arena that the backend itself takes: batch arrays and the states of attention."""
         attention = max(workspace_bytes(shape, capacity.rows) for shape in shapes)
         return round_up(DeviceBatch.block_bytes(capacity), 256) + round_up(attention, 256)
+
+    def prepare(self, weights: Iterable[Weight], shapes: Sequence[AttentionShape]) -> None:
+        """Compile all kernels that a model of these weights and attentions needs, several at once; called once at load,
+        so that no pass waits for a compiler.
+        """
+        capability = self._gpu.properties.capability
+        sources = self._linear.sources((weight.layout.format, weight.layout.cols) for weight in weights)
+        for shape in shapes:
+            sources += self._elementwise.sources(shape.kv_dtype)
+            sources += attention_sources(shape, capability, self._fast)
+        self._gpu.prepare(list(dict.fromkeys(sources)))
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
         return self._arena.take(nbytes, "activations and logits"), self._arena

@@ -128,6 +128,9 @@ def open_gpu_engine(
         backend = CudaBackend(
             gpu, arena, compute, capacity, host, kv_memory, buffer_bytes, options.fast_prefill, replayable
         )
+        layers = [host_weights.layer(index) for index in range(config.num_layers)]
+        matrices = [weight for layer in layers for segment in layer.values() for weight in segment.values()]
+        backend.prepare([*matrices, host_weights.head], shapes)
         weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
         on_failure.callback(weights.close)
         if timeline is None:
