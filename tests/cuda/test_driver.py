@@ -340,3 +340,15 @@ def test_kernels_that_wait_themselves_are_launched_early(fake: FakeDriver, tmp_p
     older.launch(older.kernel(source), (7, 2, 1), 16, older.stream("s"), arguments)
     assert len(fake.called("cuLaunchKernelEx")) == 1
     assert len(fake.called("cuLaunchKernel")) == 1
+
+
+def test_closing_one_leaves_another_of_the_same_process_usable(gpu: CudaGpu, fake: FakeDriver, tmp_path: Path) -> None:
+    """They share the card's primary context and the thread's current one."""
+    gpu.memory_info()
+    other = CudaGpu(cache=KernelCache(tmp_path))
+    other.close()
+    fake.calls.clear()
+    gpu.memory_info()
+    assert [call[0] for call in fake.calls][:2] == ["cuCtxSetCurrent", "cuMemGetInfo"]
+    gpu.memory_info()
+    assert [call[0] for call in fake.calls][2:] == ["cuMemGetInfo"]

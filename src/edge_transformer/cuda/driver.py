@@ -48,6 +48,10 @@ _REGISTRATION_REFUSED = frozenset(
 )
 
 
+_current = threading.local()
+"""`gpu`: the CudaGpu whose context is this thread's current one, as the driver keeps it, for all CudaGpus together."""
+
+
 class CudaGpu:
     """The GPU number `ordinal` of this machine, in the process's primary context. Used by one thread at a time.
 
@@ -66,7 +70,6 @@ class CudaGpu:
         self._driver = load_driver()
         self._cache = KernelCache() if cache is None else cache
         self._progress = progress
-        self._current = threading.local()
         self._queued: deque[str] = deque(maxlen=QUEUED_NAMES)
         self._memories: set[CudaMemory] = set()
         self._blocks: list[tuple[int, int, str]] = []
@@ -283,7 +286,7 @@ class CudaGpu:
         for call, handle in self._handles:
             self.release(call, handle)
         self._closed = True
-        self._current = threading.local()
+        _current.gpu = None  # others of this process, on the same GPU or another, set theirs when they come
         self.release("cuCtxSetCurrent", None)
         self.release("cuDevicePrimaryCtxRelease", self._device)
 
@@ -336,12 +339,12 @@ class CudaGpu:
         return not read_only or bool(self._attribute("READ_ONLY_HOST_REGISTER_SUPPORTED"))
 
     def _enter(self) -> None:
-        """Make the context current, once for each thread that comes."""
-        if not hasattr(self._current, "entered"):
+        """Make the context current, unless it is this thread's already."""
+        if getattr(_current, "gpu", None) is not self:
             if self._closed:
                 raise GpuError("the GPU was closed")
             self.call("cuCtxSetCurrent", self._context)
-            self._current.entered = True
+            _current.gpu = self
 
     def _remember(self, memory: CudaMemory) -> CudaMemory:
         self._memories.add(memory)
