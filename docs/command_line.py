@@ -68,7 +68,8 @@ def _names(option: click.Option) -> str:
         value = " " + r"\|".join(option.type.choices)
     elif not option.is_flag:
         value = f" {option.metavar}"
-    return f"`{', '.join(option.opts)}{value}`".replace(r"\|", "\\|")
+    names = ", ".join([*option.opts, *option.secondary_opts])
+    return f"`{names}{value}`".replace(r"\|", "\\|")
 
 
 def _meaning(option: click.Option) -> str:

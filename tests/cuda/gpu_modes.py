@@ -2,7 +2,8 @@
 
     --only NAME    one tiny model; --tokens N of its prompt (for compute-sanitizer, which is slow)
 
-Tiny models of every family in every residency mode: bits equal between modes, logits close to the oracle. With the demo
+Tiny models of every family in every residency mode: bits equal between modes (but for the output projection on the CPU,
+which has to be within 1e-5), logits close to the oracle. With the demo
 model's file and its reference ids: greedy ids in every mode. --plain takes the path of cards without tensor cores.
 Run by hand on a machine with a GPU. Ends with status 1 when a check failed.
 """
@@ -96,7 +97,11 @@ def check_tiny(name: str, folder: Path, count: int) -> bool:
         engine.close()
         if first is None:
             first = logits
-        elif wishes.head is not HeadPlace.CPU and not np.array_equal(first, logits):
+        elif wishes.head is HeadPlace.CPU:
+            if np.abs(first - logits).max() > 1e-5 * max(1.0, np.abs(first).max()):
+                print(f"FAILED  {name}: {mode}: {np.abs(first - logits).max():.1e} from all resident")
+                good = False
+        elif not np.array_equal(first, logits):
             print(f"FAILED  {name}: {mode}: {np.abs(first - logits).max():.1e} from all resident")
             good = False
     assert first is not None
@@ -105,7 +110,7 @@ def check_tiny(name: str, folder: Path, count: int) -> bool:
     oracle.close()
     error = np.abs(first - truth).max() / max(1.0, np.abs(truth).max())
     print(
-        f"{'ok' if good and error < 1e-5 else 'FAILED':7} {name}: {len(MODES)} modes equal; {error:.1e} from the oracle"
+        f"{'ok' if good and error < 1e-5 else 'FAILED':7} {name}: {len(MODES)} modes agree; {error:.1e} from the oracle"
     )
     return good and error < 1e-5
 

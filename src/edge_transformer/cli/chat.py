@@ -31,7 +31,7 @@ Alt-Enter starts a new line in a turn; Ctrl-C stops an answer. A turn that begin
 
 @click.command("chat", short_help="Talk with a model, turn by turn.")
 @click.argument("model")
-@click.option("--system", help="System message of the chat.")
+@click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option(
     "--when-full",
     type=click.Choice(["refuse", "drop"]),
