@@ -113,7 +113,7 @@ class LazyGroup(click.Group):
 )
 @click.version_option(edge_transformer.__version__, prog_name="ete", message="%(prog)s %(version)s")
 def ete() -> None:
-    """Run language models exactly, in little memory.
+    """Run language models in fp32 arithmetic, in little memory.
 
     \b
     ete run demo "Why is the sky blue?"
