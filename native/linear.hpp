@@ -46,7 +46,8 @@ struct GemvInput {
 };
 
 constexpr bool is_nibble_format(Format format) {
-  return format == Format::Q4_0 || format == Format::Q4_1 || format == Format::Q4_K;
+  return format == Format::Q4_0 || format == Format::Q4_1 || format == Format::Q4_K || format == Format::I4_G64 ||
+         format == Format::I4_G128;
 }
 
 // Rows [row, row + rows) of a weight, to be fetched ahead of their use. No rows: nothing.

@@ -5,8 +5,8 @@
 namespace ete {
 
 // In the order of formats.weight.WeightFormat.
-enum class Format : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
-constexpr int kFormats = 11;
+enum class Format : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, I8_ROW, I4_G64, I4_G128 };
+constexpr int kFormats = 14;
 constexpr int kMaxPlanes = 4;
 
 // Where one row's part of each plane begins.

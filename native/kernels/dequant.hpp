@@ -8,11 +8,13 @@
 //     point off always.
 //   kBytes, kPlanes
 //     bytes of a group's codes (low bits) in plane 0; number of planes
+//   kScaled, kRowScaled
+//     codes are multiplied by scales; by one for the whole row
 //   scales(row, g0, n, s, m)
 //     kSub scales per group (one per 32 / kSub columns) and, when kMinimum, one minimum per group:
 //     value = code * scale + minimum. g0 is a multiple of 8; s and m are padded with zeros to multiples of W.
-// Products code * scale are exact in fp32 for every format (at most 24 significant bits), so that value is rounded
-// once.
+// Products code * scale are exact in fp32 for every format with f16 scales (at most 24 significant bits), so that value
+// is rounded once.
 #pragma once
 #include "kernels/lanes.hpp"
 #include "weight_view.hpp"
@@ -34,6 +36,7 @@ struct FloatDecoder {
   static constexpr int kBytes = kGroup * kElement;
   static constexpr int kPlanes = 1;
   static constexpr bool kScaled = false;
+  static constexpr bool kRowScaled = false;
 
   static void codes(const uint8_t* p, Vec (&c)[kParts]) {
     ETE_UNROLL
@@ -147,6 +150,7 @@ inline void f16_row(const uint8_t* p, int64_t n, float* out) {
 template <int Bits, int HighPlane, int ScalePlane, int MinimumPlane, int Zero, int Centre>
 struct GroupDecoder {
   static constexpr bool kScaled = true;
+  static constexpr bool kRowScaled = false;
   static constexpr int kBytes = 16;
   static constexpr int kPlanes = (MinimumPlane ? MinimumPlane : ScalePlane) + 1;
   static constexpr int kSub = 1;
@@ -174,9 +178,22 @@ struct Decoder<Format::Q5_0> : GroupDecoder<5, 1, 2, 0, 16, 0> {};
 template <>
 struct Decoder<Format::Q5_1> : GroupDecoder<5, 1, 2, 3, 0, 16> {};
 
+// 4-bit codes whose scale serves Groups groups.
+template <int Groups>
+struct WideGroupDecoder : GroupDecoder<4, 0, 1, 0, 8, 0> {
+  static void scales(const RowPlanes& row, int64_t first, int64_t n, float* s, float*) {
+    alignas(64) float own[64 / Groups];  // a caller asks for 64 groups at most
+    f16_row(row.plane[1] + first / Groups * 2, n / Groups, own);
+    for (int64_t i = 0; i < n; ++i) s[i] = own[i / Groups];
+    for (int64_t i = n; i % W; ++i) s[i] = 0;
+  }
+};
 template <>
-struct Decoder<Format::Q8_0> {
-  static constexpr bool kScaled = true;
+struct Decoder<Format::I4_G64> : WideGroupDecoder<2> {};
+template <>
+struct Decoder<Format::I4_G128> : WideGroupDecoder<4> {};
+
+struct ByteDecoder {
   static constexpr int kBytes = 32;
   static constexpr int kPlanes = 2;
   static constexpr int kSub = 1;
@@ -189,6 +206,25 @@ struct Decoder<Format::Q8_0> {
     ETE_UNROLL
     for (int i = 0; i < kParts; ++i) c[i] = load_i8(p + i * W);
   }
+};
+
+template <>
+struct Decoder<Format::I8_ROW> : ByteDecoder {
+  static constexpr bool kScaled = false;
+  static constexpr bool kRowScaled = true;
+
+  static float row_scale(const RowPlanes& row) {
+    float scale;
+    std::memcpy(&scale, row.plane[1], 4);
+    return scale;
+  }
+};
+
+template <>
+struct Decoder<Format::Q8_0> : ByteDecoder {
+  static constexpr bool kScaled = true;
+  static constexpr bool kRowScaled = false;
+
   static void scales(const RowPlanes& row, int64_t first, int64_t n, float* s, float*) {
     f16_row(row.plane[1] + first * 2, n, s);
   }
@@ -271,6 +307,7 @@ inline void super_scales(const uint8_t* p, int64_t n, float* s, float* m) {
 template <int Bits, int HighPlane, int ScalePlane, int Centre>
 struct SuperDecoder {
   static constexpr bool kScaled = true;
+  static constexpr bool kRowScaled = false;
   static constexpr int kBytes = 16;
   static constexpr int kPlanes = ScalePlane + 1;
   static constexpr int kSub = 1;
@@ -296,6 +333,7 @@ struct Decoder<Format::Q5_K> : SuperDecoder<5, 1, 2, 16> {};
 template <>
 struct Decoder<Format::Q6_K> {
   static constexpr bool kScaled = true;
+  static constexpr bool kRowScaled = false;
   static constexpr int kBytes = 16;
   static constexpr int kPlanes = 4;
   static constexpr int kSub = 2;
@@ -324,7 +362,13 @@ void dequantize_row(const RowPlanes& row, int64_t col, int64_t cols, float* out)
   using D = Decoder<F>;
   Vec c[kParts];
   const int64_t first = col / kGroup;
-  if constexpr (!D::kScaled) {
+  if constexpr (D::kRowScaled) {
+    const Vec scale = set1(D::row_scale(row));
+    for (int64_t done = 0; done < cols; done += kGroup) {
+      D::template codes<false>(row, (col + done) / kGroup, c);
+      for (int i = 0; i < kParts; ++i) store(out + done + i * W, c[i] * scale);
+    }
+  } else if constexpr (!D::kScaled) {
     for (int64_t done = 0; done < cols; done += kGroup) {
       if (cols - done >= kGroup) {
         D::template codes<false>(row, (col + done) / kGroup, c);

@@ -4,7 +4,8 @@
 //   formats with minimums start with sum over groups of (minimum + centre * scale) * (sum of the group's x), lane =
 //   group; then per group of 32 columns (16 where scales are per 16) the lanes sum code * x, and total += scale * that;
 //   the lanes are added at the end. 4-bit formats: lane l sums code * x over its word's eight codes
-//   (kernels/nibbles.hpp), then total += scale of the lane's group * that. Floats: total += code * x.
+//   (kernels/nibbles.hpp), then total += scale of the lane's group * that. Floats: total += code * x. Scales per row:
+//   as floats, and the sum of all lanes is multiplied by the scale.
 // Bytes moved: the planes of the rows once; x and its sums stay in the first-level cache.
 #pragma once
 #include "kernels/nibbles.hpp"
@@ -87,8 +88,9 @@ void gemv_rows(const WeightView& weight, int64_t row, const float* const* x, con
       prefetch_codes(g);
       add_group(g, [&](const RowPlanes& p, Vec(&c)[kParts]) { D::template codes<true>(p, g, c); });
     }
-    if (const int64_t rest = weight.cols % kGroup) {
-      add_group(groups, [&](const RowPlanes& p, Vec(&c)[kParts]) { D::first_codes(p, groups, rest, c); });
+    if constexpr (!D::kRowScaled) {
+      const int64_t rest = weight.cols % kGroup;
+      if (rest) add_group(groups, [&](const RowPlanes& p, Vec(&c)[kParts]) { D::first_codes(p, groups, rest, c); });
     }
   } else {
     constexpr int kPartsPerScale = kParts / D::kSub;
@@ -121,9 +123,14 @@ void gemv_rows(const WeightView& weight, int64_t row, const float* const* x, con
   }
 
   ETE_UNROLL
-  for (int t = 0; t < Tokens; ++t) {
+  for (int r = 0; r < Rows; ++r) {
+    float scale = 1;
+    if constexpr (D::kRowScaled) scale = D::row_scale(planes[r]);
     ETE_UNROLL
-    for (int r = 0; r < Rows; ++r) out[t * kGemvRows + r] = reduce_add(total[r][t]);
+    for (int t = 0; t < Tokens; ++t) {
+      const float sum = reduce_add(total[r][t]);
+      out[t * kGemvRows + r] = D::kRowScaled ? sum * scale : sum;
+    }
   }
 }
 

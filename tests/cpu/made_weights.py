@@ -1,4 +1,8 @@
-"""Random weights in every format: GGUF blocks, their values by the gguf package, and planes packed here with numpy."""
+"""Random weights in every format, as planes packed here with numpy, and their values.
+
+Formats of GGUF are made as its blocks, whose values the gguf package tells; the values of our own follow from their
+definition: code times scale.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +52,25 @@ def make_weight(
         values = (rng.standard_normal((rows, cols), dtype=np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
         bits = (values.view(np.uint32) >> 16).astype(np.uint16)
         return MadeWeight(_place(weight_format, rows, cols, [bits.view(np.uint8)], shift), values)
+    if FORMATS[weight_format].file_block_bytes == 0:
+        return _make_own(weight_format, rows, cols, rng, shift)
     blocks = _random_blocks(weight_format, rows, cols, rng)
     values = dequantize(blocks.reshape(rows, -1), GGMLQuantizationType[weight_format.name])
     return MadeWeight(_place(weight_format, rows, cols, _planes(weight_format, blocks), shift), values)
+
+
+def _make_own(weight_format: WeightFormat, rows: int, cols: int, rng: np.random.Generator, shift: int) -> MadeWeight:
+    if weight_format is WeightFormat.I8_ROW:
+        codes = rng.integers(-128, 128, (rows, cols), dtype=np.int8)
+        scales = rng.normal(0, 0.01, (rows, 1)).astype(np.float32)
+        planes = [codes.view(np.uint8), scales.view(np.uint8)]
+        return MadeWeight(_place(weight_format, rows, cols, planes, shift), scales * codes.astype(np.float32))
+    group = {WeightFormat.I4_G64: 64, WeightFormat.I4_G128: 128}[weight_format]
+    nibbles = rng.integers(0, 16, (rows, cols), dtype=np.uint8)
+    half = rng.normal(0, 0.05, (rows, cols // group)).astype(np.float16)
+    values = np.repeat(half.astype(np.float32), group, axis=1) * (nibbles.astype(np.float32) - 8)
+    planes = [_nibbles(nibbles[:, None]).reshape(rows, -1), half.view(np.uint8)]
+    return MadeWeight(_place(weight_format, rows, cols, planes, shift), values)
 
 
 def _random_blocks(weight_format: WeightFormat, rows: int, cols: int, rng: np.random.Generator) -> Bytes:

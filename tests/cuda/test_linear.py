@@ -43,7 +43,7 @@ class Ops:
 
 def cols_of(weight_format: WeightFormat) -> tuple[int, ...]:
     block = FORMATS[weight_format].block_cols
-    return {1: (1, 7, 33, 137, 264), 32: (32, 96, 544), 256: (256, 768)}[block]
+    return {1: (1, 7, 33, 137, 264), 32: (32, 96, 544), 64: (64, 576), 128: (128, 640), 256: (256, 768)}[block]
 
 
 def assert_close(got: F32, made: MadeWeight, x: F32) -> None:

@@ -26,9 +26,13 @@ def test_every_op_has_a_contract() -> None:
 def test_weight_bytes_are_those_of_the_file() -> None:
     """Planes hold the bits of the blocks, re-arranged: as many bytes."""
     for weight_format, spec in FORMATS.items():
+        if spec.file_block_bytes == 0:
+            continue
         layout = packed_layout(weight_format, 7, 512)
         assert weight_bytes(layout) == 7 * 512 // spec.block_cols * spec.file_block_bytes
     assert weight_bytes(packed_layout(WeightFormat.Q4_1, 576, 576)) == 576 * 18 * 20
+    assert weight_bytes(packed_layout(WeightFormat.I8_ROW, 3, 512)) == 3 * (512 + 4)
+    assert weight_bytes(packed_layout(WeightFormat.I4_G64, 3, 512)) == 3 * (256 + 8 * 2)
 
 
 def test_attention() -> None:

@@ -83,7 +83,7 @@ def test_add_norm_by_hand() -> None:
     out.check()
 
 
-@pytest.mark.parametrize("weight_format", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q4_1, WeightFormat.Q6_K])
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
 def test_products_and_embedding_rows(weight_format: WeightFormat) -> None:
     rng = np.random.default_rng(3)
     backend = ReferenceBackend()

@@ -388,7 +388,7 @@ def _plane_offsets(weight: Weight) -> list[np.int64]:
     """Offsets of the planes after the first; the kernels derive row pitches from the columns."""
     layout = weight.layout
     for spec, plane in zip(FORMATS[layout.format].planes, layout.planes, strict=True):
-        pitch = round_up(layout.cols // spec.block_cols * spec.block_bytes, ROW_PITCH_ALIGNMENT)
+        pitch = round_up(spec.row_bytes(layout.cols), ROW_PITCH_ALIGNMENT)
         if plane.row_pitch != pitch or (weight.address + plane.offset) % ROW_PITCH_ALIGNMENT:
             raise ValueError(
                 f"{layout.format} plane {spec.name!r} at {weight.address:#x} + {plane.offset}, "

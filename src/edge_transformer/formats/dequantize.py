@@ -1,7 +1,7 @@
 """Weight planes to float32, in numpy: the oracle's reading of every format, bit for bit as GGUF defines it.
 
 The order of operations is part of the definition (each product and sum rounds once to float32):
-Q*_0: d * q; Q*_1: d * q + m; Q4_K, Q5_K: (d * scale) * q - (dmin * minimum); Q6_K: (d * scale) * q.
+Q*_0, I8_ROW, I4_*: d * q; Q*_1: d * q + m; Q4_K, Q5_K: (d * scale) * q - (dmin * minimum); Q6_K: (d * scale) * q.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 # What is taken off a code to make it signed.
-_CODE_OFFSET = {WeightFormat.Q4_0: 8, WeightFormat.Q5_0: 16, WeightFormat.Q6_K: 32}
+_CODE_OFFSET = {
+    WeightFormat.Q4_0: 8,
+    WeightFormat.Q5_0: 16,
+    WeightFormat.Q6_K: 32,
+    WeightFormat.I4_G64: 8,
+    WeightFormat.I4_G128: 8,
+}
 
 
 def dequantize(weight: Weight, rows: npt.NDArray[np.int64] | None = None) -> Floats:
@@ -28,6 +34,8 @@ def dequantize(weight: Weight, rows: npt.NDArray[np.int64] | None = None) -> Flo
             return values_to_float32(planes["codes"], weight_format)
         if weight_format is WeightFormat.Q8_0:
             values = _f16(planes["scales"])[:, :, None] * _groups(planes["codes"], 32).view(np.int8).astype(np.float32)
+        elif weight_format is WeightFormat.I8_ROW:
+            values = planes["scales"].view("<f4") * planes["codes"].view(np.int8).astype(np.float32)
         elif weight_format in (WeightFormat.Q4_K, WeightFormat.Q5_K):
             scales, minimums = _k_scales(planes["scales"])
             values = scales[:, :, None] * _codes(planes, weight_format) - minimums[:, :, None]
@@ -37,7 +45,8 @@ def dequantize(weight: Weight, rows: npt.NDArray[np.int64] | None = None) -> Flo
             codes = _codes(planes, weight_format)
             values = scales[:, :, None] * codes.reshape(len(codes), -1, 16)
         else:
-            values = _f16(planes["scales"])[:, :, None] * _codes(planes, weight_format)
+            scales = np.repeat(_f16(planes["scales"]), FORMATS[weight_format].block_cols // 32, axis=1)
+            values = scales[:, :, None] * _codes(planes, weight_format)
             if "minimums" in planes:
                 values = values + _f16(planes["minimums"])[:, :, None]
     return np.ascontiguousarray(values.reshape(len(values), weight.layout.cols))
@@ -56,7 +65,7 @@ def _plane(weight: Weight, index: int, rows: npt.NDArray[np.int64] | None) -> By
     """The used bytes of one plane, uint8 [rows, bytes], copied."""
     layout = weight.layout
     spec, plane = FORMATS[layout.format].planes[index], layout.planes[index]
-    used = layout.cols // spec.block_cols * spec.block_bytes
+    used = spec.row_bytes(layout.cols)
     selected = np.arange(layout.rows) if rows is None else np.asarray(rows, np.int64)
     if layout.rows == 0 or layout.cols == 0:
         return np.zeros((len(selected), used), np.uint8)

@@ -2,7 +2,8 @@
 
 A weight is (format, rows, cols, planes). A plane holds one kind of number (codes, high bits, scales, minimums) for all
 rows; it has an offset from the weight's base address and a row pitch. Nothing is requantized: the planes hold the very
-bits of the file, re-arranged.
+bits of the file, re-arranged. GGUF does not have I8_ROW, I4_G64 and I4_G128: files made by `ete quantize` hold their
+planes as they are.
 
 Order of codes inside a group, fixed after counting instructions for AVX-512 and for CUDA (docs/weight-layout.md):
 - 4-bit codes: per 32 columns 16 bytes; byte j holds column j in its low nibble and column j + 16 in its high nibble.
@@ -34,22 +35,34 @@ class WeightFormat(StrEnum):
     Q4_K = "Q4_K"
     Q5_K = "Q5_K"
     Q6_K = "Q6_K"
+    I8_ROW = "I8_ROW"
+    I4_G64 = "I4_G64"
+    I4_G128 = "I4_G128"
+
+
+WHOLE_ROW = 0
+"""`block_cols` of a plane that has one number for a whole row."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
-    """One plane of a format: `block_bytes` bytes for every `block_cols` columns of a row."""
+    """One plane of a format: `block_bytes` bytes for every `block_cols` columns of a row, or for all (WHOLE_ROW)."""
 
     name: str
     block_cols: int
     block_bytes: int
+
+    def row_bytes(self, cols: int) -> int:
+        """Bytes of a row of `cols` columns, without padding."""
+        return self.block_bytes if self.block_cols == WHOLE_ROW else cols // self.block_cols * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class FormatSpec:
     """A format: its planes in order, and the block of the GGUF file it is stored in.
 
-    `block_cols` divides the column count of every weight of the format; `file_block_bytes` is the size of a GGUF block.
+    `block_cols` divides the column count of every weight of the format; `file_block_bytes` is the size of a GGUF block,
+    0 for a format that GGUF does not have.
     """
 
     format: WeightFormat
@@ -86,6 +99,10 @@ FORMATS: dict[WeightFormat, FormatSpec] = {
             210,
             (_NIBBLES, _HIGH2, PlaneSpec("scales", 256, 16), PlaneSpec("superscales", 256, 2)),
         ),
+        # scales: one f32 a row
+        FormatSpec(WeightFormat.I8_ROW, 32, 0, (PlaneSpec("codes", 32, 32), PlaneSpec("scales", WHOLE_ROW, 4))),
+        FormatSpec(WeightFormat.I4_G64, 64, 0, (_NIBBLES, PlaneSpec("scales", 64, 2))),
+        FormatSpec(WeightFormat.I4_G128, 128, 0, (_NIBBLES, PlaneSpec("scales", 128, 2))),
     )
 }
 
@@ -137,7 +154,7 @@ def packed_layout(weight_format: WeightFormat, rows: int, cols: int) -> WeightLa
     offset = 0
     planes = []
     for plane in spec.planes:
-        row_pitch = round_up(cols // plane.block_cols * plane.block_bytes, ROW_PITCH_ALIGNMENT)
+        row_pitch = round_up(plane.row_bytes(cols), ROW_PITCH_ALIGNMENT)
         planes.append(Plane(offset, row_pitch))
         offset = round_up(offset + rows * row_pitch, PLANE_ALIGNMENT)
     return WeightLayout(weight_format, rows, cols, tuple(planes), offset)

@@ -51,7 +51,7 @@ CONTRACTS: dict[str, Contract] = {
 def weight_bytes(layout: WeightLayout) -> int:
     """Bytes of a weight's planes without padding: what one reading of it moves."""
     spec = FORMATS[layout.format]
-    per_row = sum(layout.cols // plane.block_cols * plane.block_bytes for plane in spec.planes)
+    per_row = sum(plane.row_bytes(layout.cols) for plane in spec.planes)
     return layout.rows * per_row
 
 

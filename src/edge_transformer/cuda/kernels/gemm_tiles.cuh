@@ -76,7 +76,7 @@ ETE_DEVICE void slice_numbers(const Slice<F, parts> &slice, int part, int piece,
       numbers[2 * i] = F == Format::BF16 ? bf16_low(pair) : half_to_float(static_cast<uint16_t>(pair & 0xffffu));
       numbers[2 * i + 1] = F == Format::BF16 ? bf16_high(pair) : half_to_float(static_cast<uint16_t>(pair >> 16));
     }
-  } else if constexpr (F == Format::Q8_0) {
+  } else if constexpr (is_byte(F)) {
     bytes_to_floats(slice.words[piece] ^ 0x80808080u, code_offset(F), numbers);
   } else {
     constexpr int half = 4 / parts;

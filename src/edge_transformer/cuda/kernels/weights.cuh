@@ -4,13 +4,20 @@
 
 #include "prelude.cuh"
 
-enum class Format { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
+enum class Format { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, I8_ROW, I4_G64, I4_G128 };
 
-constexpr int kGroup = 32;  // columns that share a scale (Q6_K: two scales, one for each half)
+constexpr int kGroup = 32;  // columns that share a scale, or a part of those (Q6_K: two scales, one for each half)
 
 ETE_DEVICE constexpr bool is_float(Format f) { return f == Format::F32 || f == Format::F16 || f == Format::BF16; }
 ETE_DEVICE constexpr bool is_k(Format f) { return f == Format::Q4_K || f == Format::Q5_K; }
 ETE_DEVICE constexpr bool has_minimum(Format f) { return f == Format::Q4_1 || f == Format::Q5_1 || is_k(f); }
+// Codes are bytes.
+ETE_DEVICE constexpr bool is_byte(Format f) { return f == Format::Q8_0 || f == Format::I8_ROW; }
+// Neighbouring groups that share a scale, where it serves more than one.
+ETE_DEVICE constexpr int groups_of_scale(Format f) {
+  if (f == Format::I4_G128) return 4;
+  return f == Format::I4_G64 ? 2 : 1;
+}
 // Words of high bits per group: bit 4, and for Q6_K bit 5.
 ETE_DEVICE constexpr int high_words(Format f) {
   if (f == Format::Q6_K) return 2;
@@ -20,8 +27,11 @@ ETE_DEVICE constexpr int high_words(Format f) {
 ETE_DEVICE constexpr int code_offset(Format f) {
   switch (f) {
     case Format::Q8_0:
+    case Format::I8_ROW:
       return 128;  // codes are signed: their top bit is turned first
     case Format::Q4_0:
+    case Format::I4_G64:
+    case Format::I4_G128:
       return 8;
     case Format::Q5_0:
       return 16;
@@ -35,7 +45,7 @@ ETE_DEVICE constexpr int code_offset(Format f) {
 ETE_DEVICE constexpr int code_bytes(Format f) {
   if (f == Format::F32) return 128;
   if (f == Format::F16 || f == Format::BF16) return 64;
-  return f == Format::Q8_0 ? 32 : 16;
+  return is_byte(f) ? 32 : 16;
 }
 // Columns whose codes fill 16 bytes.
 ETE_DEVICE constexpr int unit_columns(Format f) { return 16 * kGroup / code_bytes(f); }
@@ -70,7 +80,8 @@ ETE_DEVICE RowPlanes row_planes(const uint8_t* weight, int64_t second, int64_t t
       scales = weight + third;
       extra = weight + fourth;
     }
-    planes.scales = scales + r * row_pitch(groups * 2);  // K formats: 16 bytes for 8 groups
+    // K formats: 16 bytes for 8 groups
+    planes.scales = scales + r * row_pitch(F == Format::I8_ROW ? 4 : groups / groups_of_scale(F) * 2);
     if constexpr (F == Format::Q4_1 || F == Format::Q5_1) planes.extra = extra + r * row_pitch(groups * 2);
     if constexpr (F == Format::Q6_K) planes.extra = extra + r * row_pitch(groups / 8 * 2);
   }
@@ -139,7 +150,7 @@ ETE_DEVICE void unit_numbers(const Unit& unit, int chunk, float (&numbers)[4]) {
         numbers[2 * i + 1] = half_to_float(static_cast<uint16_t>(pair >> 16));
       }
     }
-  } else if constexpr (F == Format::Q8_0) {
+  } else if constexpr (is_byte(F)) {
     bytes_to_floats(word_of(unit.codes, chunk) ^ 0x80808080u, code_offset(F), numbers);
   } else {
     bytes_to_floats(nibble_codes<F>(word_of(unit.codes, chunk % 4), unit.high, chunk), code_offset(F), numbers);
@@ -166,7 +177,7 @@ ETE_DEVICE float4 scale_for_places(float4 x) {
 
 // Columns 4 chunk .. 4 chunk + 3 of a unit, as unsigned codes in their places.
 template <Format F>
-ETE_DEVICE void placed_codes(const Unit &unit, int chunk, float (&numbers)[4]) {
+ETE_DEVICE void placed_codes(const Unit& unit, int chunk, float (&numbers)[4]) {
   const uint32_t word = word_of(unit.codes, chunk % 4);
   if constexpr (high_words(F) == 0) {
     const uint32_t nibbles = chunk < 4 ? word : word >> 4;
@@ -191,8 +202,10 @@ ETE_DEVICE uint4 load_scales(const RowPlanes& row, int group) {
   uint4 stored = make_uint4(0, 0, 0, 0);
   if constexpr (is_k(F)) {
     stored = load16_once(row.scales + 16 * (group / 8));
+  } else if constexpr (F == Format::I8_ROW) {
+    stored.x = load4(row.scales);  // used again by every group
   } else if constexpr (!is_float(F)) {
-    stored.x = load2_once(row.scales + 2 * group);
+    stored.x = load2_once(row.scales + 2 * (group / groups_of_scale(F)));
     if constexpr (F == Format::Q4_1 || F == Format::Q5_1) stored.y = load2_once(row.extra + 2 * group);
     if constexpr (F == Format::Q6_K) stored.y = load2_once(row.extra + 2 * (group / 8));
   }
@@ -224,6 +237,8 @@ ETE_DEVICE Scales scales_of(const uint4& stored, int group) {
     const float d = half_to_float(static_cast<uint16_t>(stored.y));
     scales.scale[0] = d * static_cast<float>(static_cast<int8_t>(stored.x & 0xffu));
     scales.scale[1] = d * static_cast<float>(static_cast<int8_t>(stored.x >> 8));
+  } else if constexpr (F == Format::I8_ROW) {
+    scales.scale[0] = __uint_as_float(stored.x);
   } else if constexpr (!is_float(F)) {
     scales.scale[0] = half_to_float(static_cast<uint16_t>(stored.x));
     if constexpr (has_minimum(F)) scales.minimum = half_to_float(static_cast<uint16_t>(stored.y));
