@@ -352,3 +352,19 @@ def test_closing_one_leaves_another_of_the_same_process_usable(gpu: CudaGpu, fak
     assert [call[0] for call in fake.calls][:2] == ["cuCtxSetCurrent", "cuMemGetInfo"]
     gpu.memory_info()
     assert [call[0] for call in fake.calls][2:] == ["cuMemGetInfo"]
+
+
+def test_closing_one_in_the_middle_of_anothers_call_leaves_its_context_current(
+    gpu: CudaGpu, fake: FakeDriver, tmp_path: Path
+) -> None:
+    """As the garbage collector may do between entering the context and the driver's call."""
+    other = CudaGpu(cache=KernelCache(tmp_path))
+    gpu.memory_info()
+    fake.calls.clear()
+    other.close()
+    contexts = [call[1:] for call in fake.calls if call[0] == "cuCtxSetCurrent"]
+    assert len(contexts) == 3 and contexts[1] == (None,) and contexts[2] != (None,)
+    assert [call[0] for call in fake.calls][-1] == "cuCtxSetCurrent"
+    fake.calls.clear()
+    gpu.memory_info()
+    assert [call[0] for call in fake.calls] == ["cuMemGetInfo"]

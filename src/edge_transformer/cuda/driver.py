@@ -277,6 +277,7 @@ class CudaGpu:
         """Wait for what is queued, then give back everything. Closing twice is harmless."""
         if self._closed:
             return
+        entered = getattr(_current, "gpu", None)
         self._enter()
         self.release("cuCtxSynchronize")
         for memory in list(self._memories):
@@ -289,6 +290,9 @@ class CudaGpu:
         _current.gpu = None  # others of this process, on the same GPU or another, set theirs when they come
         self.release("cuCtxSetCurrent", None)
         self.release("cuDevicePrimaryCtxRelease", self._device)
+        # The garbage collector can come here in the middle of another's call, which needs its context to go on.
+        if entered is not None and entered is not self and not entered._closed:
+            entered._enter()
 
     # ---- for the objects given out
 
