@@ -363,7 +363,9 @@ def test_closing_one_in_the_middle_of_anothers_call_leaves_its_context_current(
     fake.calls.clear()
     other.close()
     contexts = [call[1:] for call in fake.calls if call[0] == "cuCtxSetCurrent"]
-    assert len(contexts) == 3 and contexts[1] == (None,) and contexts[2] != (None,)
+    assert len(contexts) == 3
+    assert contexts[1] == (None,)
+    assert contexts[2] != (None,)
     assert [call[0] for call in fake.calls][-1] == "cuCtxSetCurrent"
     fake.calls.clear()
     gpu.memory_info()
