@@ -1,171 +1,171 @@
-"""The whole engine on a real GPU, one line per check: python tests/cuda/gpu_modes.py [MODEL.gguf GOLDEN.json]
+"""Tiny models in every placement on a real GPU, one line per model and path: python tests/cuda/gpu_modes.py
 
-    --only NAME    one tiny model; --tokens N of its prompt (for compute-sanitizer, which is slow)
+    --only NAME     one model, in this process; --tokens N of its longest prompt, --every N of its placements (for
+                    compute-sanitizer, which is slow)
+    --plain         the path of cards without tensor cores only; --tensor the card's own only (default: both)
 
-Tiny models of every family in every residency mode: bits equal between modes (but for the output projection on the CPU,
-which has to be within 1e-5), logits close to the oracle. With the demo
-model's file and its reference ids: greedy ids in every mode. --plain takes the path of cards without tensor cores.
-Run by hand on a machine with a GPU. Ends with status 1 when a check failed.
+Every placement gives the bits of the first (all resident), whatever the chunks and the batch mates; an output
+projection on the CPU gives them to rounding. The first is close to the numpy oracle. Run by hand on a machine with a
+GPU. Ends with status 1 when a check failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 
+from cuda.placements import (
+    ALL_RESIDENT,
+    Findings,
+    Logits,
+    Placement,
+    Prompt,
+    Way,
+    feed,
+    open_within,
+    placements,
+    random_prompts,
+    relative_error,
+)
+from cuda.real_gpu import KeptGpu, run_side_by_side
 from edge_transformer.cpu.backend import CpuBackend
-from edge_transformer.cuda.driver import CudaGpu
-from edge_transformer.engine.core import MAX_ROWS, Chunk, Engine
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.weights import HostWeights
+from edge_transformer.errors import UsageError
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.models.read import read_model
 from edge_transformer.ops.tensor import DType
-from edge_transformer.placement.plan import HeadPlace, Wishes
+from edge_transformer.placement.plan import Wishes
 from tiny.models import MODELS
 from tiny.run import open_engine
 from tiny.weights import make_weights
 from tiny.write import write_hf
 
-BUDGET = 4 << 30
-MODES = {
-    "all resident": Wishes(BUDGET, resident_layers=-1, kv_offload=False, head=HeadPlace.GPU),
-    "all streamed": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=False, head=HeadPlace.GPU),
-    "one resident, three slots": Wishes(BUDGET, resident_layers=1, slots=3, kv_offload=False, head=HeadPlace.GPU),
-    "KV cache on the host": Wishes(BUDGET, resident_layers=-1, kv_offload=True, head=HeadPlace.GPU),
-    "streamed, KV on the host": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.GPU),
-    "output projection streamed": Wishes(BUDGET, resident_layers=-1, kv_offload=False, head=HeadPlace.STREAMED),
-    "everything streamed": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.STREAMED),
-    "all streamed, page-locking refused": Wishes(
-        BUDGET, resident_layers=0, slots=2, kv_offload=False, head=HeadPlace.STREAMED
-    ),
-    "the least": Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.CPU),
-}
+CHECKED = (
+    "llama",
+    "llama_tied_wide_heads",
+    "mistral_long",
+    "qwen2_windows",
+    "qwen3",
+    "gemma2_long",
+    "gemma2_query_scale",
+    "gemma3_linear",
+)
+BOUND = 1e-5
+"""Of |difference of logits| over max(1, largest |logit|), on a GPU as on the CPU."""
+
+WAYS = (Way(512), Way(37), Way(64), Way(128), Way(64, 2), Way(37, 3, 2), Way(128, 3))
+CONTEXT = 1024
+LIMIT_S = 85
 
 
-PLAIN = False
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Placements of a variant are compared with each other; every `every`-th of them is."""
+
+    name: str
+    kv_dtype: DType = DType.F32
+    fast_prefill: bool = False
+    every: int = 1
 
 
-class RefusingGpu(CudaGpu):
-    """On a host that page-locks nothing that is there already."""
-
-    def register_host(self, address: int, nbytes: int, read_only: bool) -> None:
-        return None
-
-
-def open_on_gpu(path: Path, mode: str, kv_dtype: DType, rows: int = MAX_ROWS) -> tuple[Engine, int]:
-    checkpoint = open_checkpoint(path)
-    spec = read_model(checkpoint)
-    gpu = (RefusingGpu if "refused" in mode else CudaGpu)(forced_capability=(7, 5) if PLAIN else None)
-    options = GpuOptions(MODES[mode], min(4096, spec.config.context_length))
-    weights = HostWeights(checkpoint, spec, 2)
-    engine, plan = open_gpu_engine(gpu, checkpoint, spec, weights, CpuBackend(4), kv_dtype, options, rows)
-    return engine, plan.arena_bytes
+VARIANTS = (
+    Variant("f32 KV"),
+    Variant("bf16 KV", DType.BF16, every=9),
+    Variant("fast prefill", fast_prefill=True, every=9),
+)
 
 
-def logits_of(engine: Engine, tokens: list[int], chunk: int, decoded: int) -> np.ndarray:
-    """[len(tokens), V]: prompt chunks, then `decoded` tokens one by one."""
-    sequence = engine.new_sequence()
-    split = len(tokens) - decoded
-    steps = [(tokens[start : min(start + chunk, split)], "prompt") for start in range(0, split, chunk)]
-    steps += [([token], "decode") for token in tokens[split:]]
-    parts = []
-    for part, kind in steps:
-        result = engine.step([Chunk(sequence, part, kind, "all")])  # type: ignore[arg-type]
-        assert result is not None
-        parts.append(result.logits())
-    sequence.close()
-    return np.concatenate(parts)
+class TinyOnGpu:
+    """A tiny model that is opened again and again on one GPU."""
+
+    def __init__(self, gpu: KeptGpu, path: Path) -> None:
+        self._gpu = gpu
+        self._path = path
+
+    def open(self, wishes: Wishes, variant: Variant) -> Engine:
+        checkpoint = open_checkpoint(self._path)
+        spec = read_model(checkpoint)
+        options = GpuOptions(wishes, CONTEXT, sequences=3, fast_prefill=variant.fast_prefill)
+        weights = HostWeights(checkpoint, spec)
+        return open_gpu_engine(self._gpu, checkpoint, spec, weights, CpuBackend(1), variant.kv_dtype, options)[0]
+
+    def logits(self, placement: Placement, variant: Variant, prompts: Sequence[Prompt], way: Way) -> list[Logits]:
+        self._gpu.refuses = not placement.locked
+        engine = open_within(lambda wishes: self.open(wishes, variant), placement)
+        try:
+            return feed(engine, prompts, way)
+        finally:
+            engine.close()
 
 
-def check_tiny(name: str, folder: Path, count: int) -> bool:
-    path = write_hf(folder / name, MODELS[name].config, make_weights(MODELS[name]))
-    tokens = np.random.default_rng(1).integers(0, 131, count).tolist()
-    first, good = None, True
-    for number, (mode, wishes) in enumerate(MODES.items()):
-        engine, _ = open_on_gpu(path, mode, DType.F32)
-        logits = logits_of(engine, tokens, (512, 64, 200)[number % 3], 5)
-        engine.close()
-        if first is None:
-            first = logits
-        elif wishes.head is HeadPlace.CPU:
-            if np.abs(first - logits).max() > 1e-5 * max(1.0, np.abs(first).max()):
-                print(f"FAILED  {name}: {mode}: {np.abs(first - logits).max():.1e} from all resident")
-                good = False
-        elif not np.array_equal(first, logits):
-            print(f"FAILED  {name}: {mode}: {np.abs(first - logits).max():.1e} from all resident")
-            good = False
-    assert first is not None
-    oracle = open_engine(path, "reference")
-    truth = logits_of(oracle, tokens, 512, 0)
-    oracle.close()
-    error = np.abs(first - truth).max() / max(1.0, np.abs(truth).max())
+def check(name: str, capability: tuple[int, int] | None, tokens: int, every: int) -> bool:
+    lengths = [(max(tokens // 8, 8), max(tokens // 30, 4)), (tokens, 7), (max(tokens // 12, 6), max(tokens // 25, 3))]
+    prompts = random_prompts(lengths, 131)
+    gpu = KeptGpu(forced_capability=capability)
+    findings, exact = Findings(), list[Logits]()
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_hf(Path(folder) / name, MODELS[name].config, make_weights(MODELS[name]))
+        model = TinyOnGpu(gpu, path)
+        layers = int(str(MODELS[name].config["num_hidden_layers"]))
+        first = Placement(ALL_RESIDENT)
+        for variant in VARIANTS:
+            reference = model.logits(first, variant, prompts, WAYS[0])
+            if variant is VARIANTS[0]:
+                exact = reference
+            for way in WAYS[1:]:
+                findings.compare(
+                    f"{variant.name}: {way}", True, reference, model.logits(first, variant, prompts, way), BOUND
+                )
+            for number, placement in enumerate(placements(layers, ALL_RESIDENT.budget_bytes)[:: every * variant.every]):
+                way = WAYS[number % len(WAYS)]
+                logits = model.logits(placement, variant, prompts, way)
+                findings.compare(f"{variant.name}: {placement}; {way}", placement.exact, reference, logits, BOUND)
+        try:
+            model.open(Wishes(ALL_RESIDENT.budget_bytes, 0, slots=1), VARIANTS[0])
+            findings.faults.append("one slot was accepted")
+        except UsageError:
+            pass
+        oracle = open_engine(path, "reference")
+        error = relative_error(feed(oracle, prompts, Way(1024)), exact)
+        oracle.close()
+    if not error <= BOUND:
+        findings.faults.append(f"{error:.1e} from the oracle")
+    path_name = ".".join(map(str, gpu.properties.capability))
+    gpu.end()
+    for fault in findings.faults[:5]:
+        print(f"        {fault}")
     print(
-        f"{'ok' if good and error < 1e-5 else 'FAILED':7} {name}: {len(MODES)} modes agree; {error:.1e} from the oracle"
+        f"{'FAILED' if findings.faults else 'ok':7} {name:22} path {path_name:4} {findings.compared} placements, "
+        f"{len(findings.faults)} faults; lm_head on the CPU {findings.largest_head_error:.1e}, oracle {error:.1e} "
+        f"(bounds {BOUND:.0e}); {time.perf_counter() - started:.1f} s"
     )
-    return good and error < 1e-5
-
-
-def check_golden(model: Path, golden: Path) -> bool:
-    cases = json.loads(golden.read_text())["cases"]
-    good = True
-    for mode in MODES:
-        started = time.perf_counter()
-        engine, arena_bytes = open_on_gpu(model, mode, DType.F32)
-        loaded = time.perf_counter()
-        wrong = [case["name"] for case in cases if not same_ids(engine, case)]
-        took = time.perf_counter() - loaded
-        engine.close()
-        good = good and not wrong
-        print(
-            f"{'FAILED' if wrong else 'ok':7} {model.name}: {mode}: {len(cases) - len(wrong)} of {len(cases)} prompts; "
-            f"arena {arena_bytes / 2**20:.1f} MiB, load {loaded - started:.2f} s, run {took:.1f} s {wrong or ''}"
-        )
-    return good
-
-
-def same_ids(engine: Engine, case: dict[str, list[int]]) -> bool:
-    """Greedy ids equal the reference; a first difference counts only where the reference's margin is 1e-3 or more."""
-    sequence = engine.new_sequence()
-    logits = engine.prefill(sequence, case["prompt_ids"])
-    for expected, margin in zip(case["greedy_ids"], case["margins"], strict=True):
-        assert logits is not None
-        token = int(logits.argmax())
-        if token != expected:
-            sequence.close()
-            return margin < 1e-3
-        result = engine.step([Chunk(sequence, [token], "decode", "last")])
-        assert result is not None
-        logits = result.logits()[0]
-    sequence.close()
-    return True
+    return not findings.faults
 
 
 def main() -> int:
-    global PLAIN
     parser = argparse.ArgumentParser()
-    parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--only")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--tensor", action="store_true")
     parser.add_argument("--tokens", type=int, default=700)
+    parser.add_argument("--every", type=int, default=1)
     arguments = parser.parse_args()
-    PLAIN = arguments.plain
-    names = [arguments.only] if arguments.only else ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
-    with tempfile.TemporaryDirectory() as folder:
-        results = [check_tiny(name, Path(folder), arguments.tokens) for name in names]
-    if arguments.files:
-        model, golden = arguments.files
-        results.append(check_golden(model, golden))
-    return 0 if all(results) else 1
+    if arguments.only:
+        return 0 if check(arguments.only, (7, 5) if arguments.plain else None, arguments.tokens, arguments.every) else 1
+    more = [["--plain"]] if arguments.plain else [["--tensor"]] if arguments.tensor else [["--tensor"], ["--plain"]]
+    size = ["--tokens", str(arguments.tokens), "--every", str(arguments.every)]
+    checks = [["--only", name, *path, *size] for path in more for name in CHECKED]
+    return 0 if run_side_by_side(__file__, checks, LIMIT_S) else 1
 
 
 if __name__ == "__main__":

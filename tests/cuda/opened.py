@@ -57,6 +57,7 @@ def open_on_gpu(
     context: int = 1024,
     gpu: EmulatedGpu | None = None,
     kv_dtype: DType = DType.F32,
+    sequences: int = 2,
 ) -> Opened:
     checkpoint = open_checkpoint(path)
     spec = read_model(checkpoint)
@@ -68,7 +69,7 @@ def open_on_gpu(
         HostWeights(checkpoint, spec),
         CpuBackend(1),
         kv_dtype,
-        GpuOptions(wishes, context, sequences=2),
+        GpuOptions(wishes, context, sequences=sequences),
         max_rows=ROWS,
     )
     return Opened(engine, gpu, plan)
