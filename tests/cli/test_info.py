@@ -82,6 +82,7 @@ def test_nothing_pulled() -> None:
     assert json.loads(invoke("list", "--json").stdout) == []
     assert invoke("rm", "demo").exit_code == 5
     assert invoke("rm", "org/name", "--yes").exit_code == 5
+    assert invoke("rm", "org/name").exit_code == 5
     assert invoke("pull", "no-such-model").exit_code == 5
 
 
@@ -94,7 +95,9 @@ def test_deleting_from_the_shared_cache_needs_a_yes(tmp_path: Path) -> None:
     (snapshot / "m-Q8_0.gguf").write_bytes(b"x" * 2048)
     listed = invoke("list").stdout
     assert listed == f"org/name:m-Q8_0.gguf     2.0 KiB  {snapshot / 'm-Q8_0.gguf'}\n"
-    assert invoke("rm", "org/name").exit_code == 2
+    unasked = invoke("rm", "org/name")
+    assert (unasked.exit_code, "--yes" in unasked.stderr) == (2, True)
+    assert invoke("rm", "org/name:other.gguf").exit_code == 5
     assert snapshot.exists()
     assert "2.0 KiB freed" in invoke("rm", "org/name", "--yes").stderr
     assert not snapshot.exists()
@@ -133,3 +136,13 @@ def test_real_models_are_described_from_their_headers() -> None:
     assert (facts["architecture"], facts["layers"], facts["parameters"]) == ("gemma3", 18, 268_098_176)
     assert facts["chat_template"] is False
     assert facts["layer_windows"].count(512) == 15
+
+
+def test_deleting_the_demo_needs_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_transformer.hub.require_pulled", lambda name: None, raising=False)
+    removed: list[str] = []
+    monkeypatch.setattr("edge_transformer.hub.remove", lambda name: (removed.append(name), 2048)[1], raising=False)
+    assert invoke("rm", "demo").exit_code == 2
+    assert removed == []
+    assert "2.0 KiB freed" in invoke("rm", "demo", "-y").stderr
+    assert removed == ["demo"]

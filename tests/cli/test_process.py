@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from edge_transformer.cli.console import progress_bar
+
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_llm.py"))]
 REAL = [sys.executable, "-c", "from edge_transformer.cli.entry import main; main()"]
 
@@ -163,6 +165,17 @@ def test_a_progress_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
     assert b"\x1b[3" not in plain
     done = subprocess.run(command, capture_output=True, check=True)
     assert (done.stdout, done.stderr) == (b"", b"")
+
+
+def test_long_work_leaves_lines_where_no_terminal_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((100.0, 101.0, 102.5, 102.5, 103.0, 112.0, 113.0, 113.0))
+    monkeypatch.setattr("edge_transformer.cli.console.time.monotonic", lambda: next(clock))
+    with progress_bar() as progress:
+        for mebibytes in (101, 102, 103, 112, 113):
+            progress("downloading x", mebibytes << 20, 200 << 20)
+    assert capsys.readouterr().err == "downloading x: 102.0 MiB of 200.0 MiB\ndownloading x: 113.0 MiB of 200.0 MiB\n"
 
 
 def test_without_a_prompt_on_a_terminal_the_program_asks_for_one_instead_of_hanging() -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from edge_transformer.hub import Progress
 
 BAR_AFTER_SECONDS = 0.3
+LINE_EVERY_SECONDS = 10.0  # where no terminal is
+FIRST_LINE_AFTER_SECONDS = 2.0
 
 
 def note(text: str) -> None:
@@ -27,10 +29,11 @@ def note(text: str) -> None:
 def progress_bar(*, in_bytes: bool = True) -> Iterator[Progress]:
     """A Progress that draws one bar on the error stream while the block runs, and leaves nothing behind.
 
-    Draws only on a terminal, and only what takes longer than BAR_AFTER_SECONDS: shorter work ends before rich is
-    imported. in_bytes: what is done is counted in bytes, and shown.
+    Draws only what takes longer than BAR_AFTER_SECONDS: shorter work ends before rich is imported. Where the error
+    stream is no terminal, work that takes longer than FIRST_LINE_AFTER_SECONDS leaves a line now and then.
+    in_bytes: what is done is counted in bytes, and shown.
     """
-    bar = _Bar(sys.stderr.isatty(), in_bytes=in_bytes)
+    bar = _Bar(in_bytes=in_bytes) if sys.stderr.isatty() else _Lines(in_bytes=in_bytes)
     try:
         yield bar.report
     finally:
@@ -40,8 +43,8 @@ def progress_bar(*, in_bytes: bool = True) -> Iterator[Progress]:
 class _Bar:
     """One rich progress bar, made when the work has proved long."""
 
-    def __init__(self, visible: bool, *, in_bytes: bool) -> None:
-        self._visible = visible
+    def __init__(self, *, in_bytes: bool) -> None:
+        self._visible = True
         self._bytes = in_bytes
         self._started = time.monotonic()
         self._progress: Any = None
@@ -66,6 +69,24 @@ class _Bar:
             self._progress.stop()
             self._progress = None
         self._visible = False
+
+
+class _Lines:
+    """Progress for a log: a line when the work has proved long, and another every LINE_EVERY_SECONDS."""
+
+    def __init__(self, *, in_bytes: bool) -> None:
+        self._bytes = in_bytes
+        self._next = time.monotonic() + FIRST_LINE_AFTER_SECONDS
+
+    def report(self, what: str, done: int, total: int) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + LINE_EVERY_SECONDS
+        amount = f"{size(done)} of {size(total)}" if self._bytes and total else f"{done} of {total}" if total else ""
+        note(f"{what}: {amount}" if amount else what)
+
+    def close(self) -> None:
+        """Nothing is left to take away."""
 
 
 def _rich_progress() -> Any:

@@ -16,12 +16,14 @@ def command(name: str, yes: bool) -> None:
     """Delete NAME, as `ete list` shows it, from this machine.
 
     A hub id is deleted from the cache that all Hugging Face tools share; without a colon, all of the repository goes.
-    Files that you named by a path are never touched.
+    Files that you named by a path are never touched. Asks first, unless --yes is given.
     """
     from edge_transformer import hub
 
-    if not yes and name != "demo":
+    hub.require_pulled(name)
+    if not yes:
+        where = "this machine" if name == "demo" else "the cache that all Hugging Face tools share"
         if not sys.stdin.isatty():
-            raise click.UsageError("Other programs may use the shared cache too; say --yes to delete from it.")
-        click.confirm(f"Delete {name} from the cache that all Hugging Face tools share?", abort=True, err=True)
+            raise click.UsageError(f"This deletes {name} from {where}, and nobody is there to be asked; say --yes.")
+        click.confirm(f"Delete {name} from {where}?", abort=True, err=True)
     note(f"deleted {name}: {size(hub.remove(name))} freed")

@@ -45,13 +45,38 @@ def list_models() -> list[CachedModel]:
     return models
 
 
+def require_pulled(name: str) -> None:
+    """Raises ModelNotFoundError when nothing of that name was pulled (a path is never removed)."""
+    if name == DEMO_NAME:
+        _pulled_demo()
+    elif (hub_name := _pulled_repository(name)).selector is not None:
+        _pulled_gguf(hub_name)
+
+
 def remove(name: str) -> int:
     """Delete a pulled model; returns the bytes freed. A hub id without a colon removes its whole repository.
 
-    Raises ModelNotFoundError when nothing of that name was pulled (a path is never removed).
+    Raises what `require_pulled` does.
     """
     if name == DEMO_NAME:
         return _remove_demo()
+    hub_name = _pulled_repository(name)
+    if hub_name.selector is not None:
+        return _remove_gguf(hub_name)
+    folder = repository_folder(hub_name.repository)
+    freed = _bytes_of(folder)
+    shutil.rmtree(folder)
+    return freed
+
+
+def _pulled_demo() -> Path:
+    demo = cached_demo()
+    if demo is None:
+        raise ModelNotFoundError(f"the demo model is not in {demo_folder()}; nothing to remove")
+    return demo
+
+
+def _pulled_repository(name: str) -> HubName:
     hub_name = parse_hub_name(name)
     if hub_name is None:
         raise ModelNotFoundError(
@@ -60,11 +85,16 @@ def remove(name: str) -> int:
     folder = repository_folder(hub_name.repository)
     if not folder.is_dir():
         raise ModelNotFoundError(f"{hub_name.repository} is not in the cache {cache_root()}; `ete list` shows what is")
-    if hub_name.selector is None:
-        freed = _bytes_of(folder)
-        shutil.rmtree(folder)
-        return freed
-    return _remove_gguf(hub_name, folder)
+    return hub_name
+
+
+def _pulled_gguf(name: HubName) -> tuple[Path, Path]:
+    """The newest snapshot's folder, and the model's first file in it."""
+    path = cached_model(name)
+    snapshot = current_snapshot(repository_folder(name.repository))
+    if path is None or snapshot is None:
+        raise ModelNotFoundError(f"{name} is not complete in the cache {cache_root()}; `ete list` shows what is")
+    return snapshot, path
 
 
 def _models_of(repository: str, snapshot: Path) -> list[CachedModel]:
@@ -81,28 +111,23 @@ def _models_of(repository: str, snapshot: Path) -> list[CachedModel]:
 
 
 def _remove_demo() -> int:
-    folder = demo_folder()
-    demo = cached_demo()
-    if demo is None:
-        raise ModelNotFoundError(f"the demo model is not in {folder}; nothing to remove")
-    with exclusive(folder / ".lock", "pull of the demo model", silent):
+    demo = _pulled_demo()
+    with exclusive(demo_folder() / ".lock", "pull of the demo model", silent):
         freed = demo.stat().st_size
         demo.unlink()
     return freed
 
 
-def _remove_gguf(name: HubName, folder: Path) -> int:
+def _remove_gguf(name: HubName) -> int:
     """Delete the links of one GGUF model and the blobs behind them that no other revision links to."""
-    path = cached_model(name)
-    snapshot = current_snapshot(folder)
-    if path is None or snapshot is None:
-        raise ModelNotFoundError(f"{name} is not complete in the cache {cache_root()}; `ete list` shows what is")
+    snapshot, path = _pulled_gguf(name)
+    revisions = repository_folder(name.repository) / "snapshots"
     freed = 0
     for file in gguf_groups(snapshot_files(snapshot))[str(path.relative_to(snapshot))]:
         link = snapshot / file
         blob = link.resolve()
         link.unlink()
-        others = (other for other in (folder / "snapshots").rglob("*") if other.is_symlink())
+        others = (other for other in revisions.rglob("*") if other.is_symlink())
         if blob != link and any(other.resolve() == blob for other in others):
             continue
         freed += blob.stat().st_size if blob != link else 0
