@@ -155,7 +155,7 @@ def _filled(shape: StateShape, length: int, seed: int = 0) -> Sequence:
     for start in range(0, length, TILE):
         count = min(TILE, length - start)
         sequence.prepare(count)
-        sequence.commit(random.integers(0, 1000, count).tolist())
+        sequence.commit(random.integers(0, 1000, count).tolist(), prompt=True)
         for layer in sequence.layers:
             fill(layer, start // TILE, random.integers(0, 256, layer.geometry.tile_bytes, np.uint8))
     return sequence

@@ -15,10 +15,10 @@ from edge_transformer import _native
 from edge_transformer.cpu.limits import check_attention
 from edge_transformer.cpu.linear import LinearOps, linear_workspace
 from edge_transformer.cpu.settings import cpu_settings
-from edge_transformer.errors import CapacityError
+from edge_transformer.errors import CapacityError, UnsupportedModelError
 from edge_transformer.formats.weight import Weight
 from edge_transformer.memory import HostMemory
-from edge_transformer.ops.backend import AttentionShape
+from edge_transformer.ops.backend import AttentionShape, DeltaShape
 from edge_transformer.ops.batch import Batch
 from edge_transformer.ops.tensor import DType, Tensor, host_rows
 
@@ -51,11 +51,15 @@ class CpuBackend:
         memory = HostMemory(nbytes, huge_pages=True)
         return memory.address, memory
 
-    def reserve(self, rows: int, cols: int, shapes: Sequence[AttentionShape]) -> None:
+    def reserve(
+        self, rows: int, cols: int, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
+    ) -> None:
         """Scratch in the pool; the native objects of `shapes`.
 
         Raises UnsupportedModelError for heads that the kernels do not handle, CapacityError when memory is refused.
         """
+        if deltas:
+            raise _unsupported()
         for shape in shapes:
             check_attention(shape)
         try:
@@ -136,6 +140,28 @@ class CpuBackend:
         _check(q, view.rows, cols)
         _check(out, view.rows, cols)
         self._attention(shape).attend(view, q.address, out.address)
+
+    def split_query_gate(self, joined: Tensor, shape: AttentionShape, q: Tensor, gate: Tensor, batch: Batch) -> None:
+        raise _unsupported()
+
+    def apply_gate(self, x: Tensor, gate: Tensor, batch: Batch) -> None:
+        raise _unsupported()
+
+    def gated_delta(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        a: Tensor,
+        b: Tensor,
+        conv: Tensor,
+        decay: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        shape: DeltaShape,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        raise _unsupported()
 
     def gated_mlp(
         self,
@@ -229,3 +255,9 @@ def _address(tensor: Tensor | None) -> int:
 def _check(tensor: Tensor, rows: int, cols: int) -> None:
     if tensor.dtype is not _F32 or tensor.shape[1] != cols or tensor.shape[0] < rows:
         raise ValueError(f"a tensor is {tensor.dtype} {tensor.shape}; needed: f32, at least {rows} rows of {cols}")
+
+
+def _unsupported() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "gated-delta layers and output gates are not computed on the CPU; use --backend reference"
+    )

@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer.engine.kv import TileGeometry, TileMemory
+from edge_transformer.engine.kv import StateMemory, TileGeometry, TileMemory
+from edge_transformer.engine.recurrent import CHECKPOINT_BORDER, recurrent_shape
 from edge_transformer.engine.sequence import Sequence, StateShape
 from edge_transformer.engine.weights import WeightSource
 from edge_transformer.errors import CapacityError, ContextLengthError, NumericError, UsageError
@@ -23,8 +24,8 @@ from edge_transformer.formats.weight import round_up
 from edge_transformer.models import forward
 from edge_transformer.models.config import ModelConfig, ModelSpec
 from edge_transformer.models.rope import cos_sin, inverse_frequencies
-from edge_transformer.ops.backend import Backend
-from edge_transformer.ops.batch import Batch, PromptSpan
+from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
+from edge_transformer.ops.batch import DELTA_CHUNK_POSITIONS, Batch, PromptSpan
 from edge_transformer.ops.tensor import DType, Tensor, tensor_of
 
 LOGIT_BLOCK_ROWS = 8
@@ -33,7 +34,7 @@ LOGIT_BLOCK_ROWS = 8
 MAX_ROWS = 512
 """Rows of a pass at most."""
 
-CHUNK_BORDER = 64
+CHUNK_BORDER = DELTA_CHUNK_POSITIONS
 """Prompt chunks end on absolute multiples of this (or at the end of the prompt)."""
 
 
@@ -103,8 +104,11 @@ class Engine:
         kv_dtype: DType,
         max_rows: int = MAX_ROWS,
         tile_memory: TileMemory | None = None,
+        state_memory: StateMemory | None = None,
     ) -> None:
-        """`tile_memory`: where sequences keep their KV tiles (None: ordinary host memory)."""
+        """`tile_memory`, `state_memory`: where sequences keep their KV tiles and their recurrent state (None: ordinary
+        host memory). Raises UsageError when a model with recurrent state gets fewer than CHUNK_BORDER rows.
+        """
         self.spec = spec
         self.config = spec.config
         self.lock = threading.RLock()
@@ -112,11 +116,16 @@ class Engine:
         self._checkpoint = checkpoint
         self._backend = backend
         self._weights = weights
-        shapes = forward.attention_shapes(self.config, kv_dtype)
+        shapes = forward.layer_shapes(self.config, kv_dtype)
+        self._attentions = [shape for shape in shapes if isinstance(shape, AttentionShape)]
+        self._deltas = [shape for shape in shapes if isinstance(shape, DeltaShape)]
+        if self._deltas and max_rows < CHUNK_BORDER:
+            raise UsageError(f"max_rows is {max_rows}; a model with recurrent state needs {CHUNK_BORDER} or more")
         self.state_shape = StateShape(
-            layers=tuple(TileGeometry(s.kv_heads, s.head_dim, kv_dtype, s.window) for s in shapes),
+            layers=tuple(TileGeometry(s.kv_heads, s.head_dim, kv_dtype, s.window) for s in self._attentions),
             identity=lambda: _identity(checkpoint, spec, kv_dtype),
             memory=tile_memory,
+            recurrent=recurrent_shape(self._deltas, state_memory),
         )
         self._ropes = [(rope, inverse_frequencies(rope)) for rope in self.config.ropes]
         following = [vectors["attn_norm"] for vectors in weights.vectors[1:]] + [weights.final_norm]
@@ -126,6 +135,7 @@ class Engine:
         ]
         self._segments = [tuple(segment.name for segment in layer.segments) for layer in spec.layers]
         self._passes = 0
+        self._newest: list[Sequence] = []
         self._closed = False
         self._allocate_workspace()
 
@@ -137,7 +147,8 @@ class Engine:
         """One pass over the weights for the rows of all chunks; each sequence then holds its chunk's tokens too.
 
         Every sequence may occur once. `cancelled` is asked between layers; when it says yes the pass is given up, None
-        is returned and no sequence has changed. The result's logits can be read until the next pass.
+        is returned and no sequence has changed, but that recurrent state is back at its newest checkpoint, as it is
+        after an error in the middle of a pass. The result's logits can be read until the next pass.
         Raises UsageError (no rows, a sequence twice, a token that does not exist, an engine that is closed),
         CapacityError (more than max_rows rows, or memory refused), ContextLengthError, FileChangedError (a model file
         changed under the mapping).
@@ -148,8 +159,11 @@ class Engine:
         for chunk in chunks:
             chunk.sequence.prepare(len(chunk.tokens))
         batch, rows = self._batch(chunks)
+        self._newest = [chunk.sequence for chunk in chunks]
         with ExitStack() as unfinished:
             unfinished.callback(self._backend.give_up)
+            for chunk in chunks:
+                unfinished.callback(chunk.sequence.undo)
             if not self._run_layers(batch, lambda: self._closed or (cancelled is not None and cancelled())):
                 self._require_open()
                 return None
@@ -158,7 +172,7 @@ class Engine:
                 indices = tensor_of(batch.logit_rows)
                 self._backend.select_rows(self._activations.normed, indices, len(rows), self._selected)
             for chunk in chunks:
-                chunk.sequence.commit(chunk.tokens)
+                chunk.sequence.commit(chunk.tokens, chunk.kind == "prompt")
             unfinished.pop_all()
         return PassResult(self, batch, rows, self._passes)
 
@@ -171,11 +185,15 @@ class Engine:
     ) -> npt.NDArray[np.float32] | None:
         """Process a prompt in chunks; the logits f32 [V] of its last token (a copy), or None when cancelled.
 
-        What had been processed when `cancelled` said yes stays in the sequence.
+        What had been processed when `cancelled` said yes stays in the sequence, as far as its state can be kept. The
+        last border inside the prompt becomes a checkpoint of the recurrent state.
         """
         done, logits = 0, None
+        last_border = (len(sequence) + len(tokens)) // CHECKPOINT_BORDER * CHECKPOINT_BORDER
         while done < len(tokens):
             count = self.chunk_length(len(sequence), len(tokens) - done)
+            if self._deltas and len(sequence) < last_border:
+                count = min(count, last_border - len(sequence))
             last = done + count == len(tokens)
             chunk = Chunk(sequence, tokens[done : done + count], "prompt", "last" if last else "none")
             with self.lock:
@@ -184,6 +202,8 @@ class Engine:
                     return None
                 if last:
                     logits = result.logits()[0]
+                if self._deltas and len(sequence) == last_border:
+                    sequence.checkpoint()
             done += count
             if progress is not None:
                 progress(done, len(tokens))
@@ -221,7 +241,8 @@ class Engine:
         self._workspace_bytes = self.workspace_bytes_of(config, rows)
         address, owner = self._backend.allocate(self._workspace_bytes)
         widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-        self._backend.reserve(rows, widest, [layer.shape for layer in self._layers])
+        widest = max([widest, *(shape.value_heads * shape.value_dim for shape in self._deltas)])
+        self._backend.reserve(rows, widest, self._attentions, self._deltas)
         self._activations = forward.make_activations(config, rows, address, owner)
         self._selected = Tensor(address + activation_bytes, (rows, config.hidden_size), DType.F32, owner)
         hidden_end = address + activation_bytes + selected_bytes
@@ -275,6 +296,7 @@ class Engine:
             logit_rows.extend(start + token for token in wanted)
             asked.extend((index, token) for token in wanted)
         position_array = np.array(positions, np.int32)
+        sequences = [chunks[index].sequence for index in order]
         ropes = [cos_sin(rope, frequencies, position_array) for rope, frequencies in self._ropes]
         batch = Batch(
             token_ids=np.array(token_ids, np.int32),
@@ -284,10 +306,35 @@ class Engine:
             prompt_spans=tuple(spans),
             rope_cos=tuple(cos for cos, _ in ropes),
             rope_sin=tuple(sin for _, sin in ropes),
-            tile_tables=_tile_tables([chunks[index].sequence for index in order], self.config.num_layers),
+            tile_tables=self._tile_tables(sequences),
             logit_rows=np.array(logit_rows, np.int32),
+            state_tables=self._state_tables(sequences),
         )
         return batch, asked
+
+    def _tile_tables(self, sequences: AbstractSequence[Sequence]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Per layer int64 [S, T]: addresses of the KV tiles of each sequence, padded with 0."""
+        tables = [np.empty((len(sequences), 0), np.int64)] * self.config.num_layers
+        for index, shape in enumerate(self._attentions):
+            rows = [sequence.tile_table(index) for sequence in sequences]
+            if len(rows) == 1:
+                tables[shape.layer] = rows[0][None, :]
+                continue
+            table = np.zeros((len(rows), max(len(row) for row in rows)), np.int64)
+            for slot, row in enumerate(rows):
+                table[slot, : len(row)] = row
+            tables[shape.layer] = table
+        return tuple(tables)
+
+    def _state_tables(self, sequences: AbstractSequence[Sequence]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Per layer int64 [S]: addresses of the blocks of recurrent state; () for a model without."""
+        if not self._deltas:
+            return ()
+        states = [sequence.recurrent.addresses() for sequence in sequences if sequence.recurrent is not None]
+        tables = [np.empty(0, np.int64)] * self.config.num_layers
+        for shape, column in zip(self._deltas, np.array(states).T, strict=True):
+            tables[shape.layer] = np.ascontiguousarray(column)
+        return tuple(tables)
 
     def _run_layers(
         self,
@@ -339,12 +386,16 @@ class Engine:
         logits = self._backend.read(self._logits_block, count)
         if not np.isfinite(logits).all():
             self._checkpoint.check_unchanged()
-            raise NumericError(self._locate_nonfinite(batch))
+            where = self._locate_nonfinite(batch)
+            for sequence in self._newest:
+                if sequence.recurrent is not None:  # no later pass can make it finite again
+                    sequence.forget()
+            raise NumericError(where)
         return logits
 
     def _locate_nonfinite(self, batch: Batch) -> str:
-        """Repeat the pass (it writes the same values again) and name the first part after which a value is not
-        finite.
+        """Repeat the pass (it writes the same keys and values again; recurrent state is lost already) and name the
+        first part after which a value is not finite.
         """
         residual, normed = self._activations.residual, self._activations.normed
         first: list[str] = []
@@ -369,20 +420,6 @@ def _workspace_parts(config: ModelConfig, rows: int) -> tuple[int, int, int, int
         round_up(LOGIT_BLOCK_ROWS * config.hidden_size * 4, 256),
         LOGIT_BLOCK_ROWS * config.vocab_size * 4,
     )
-
-
-def _tile_tables(sequences: AbstractSequence[Sequence], layers: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """Per layer int64 [S, T]: addresses of the KV tiles of each sequence, padded with 0."""
-    if len(sequences) == 1:
-        return tuple(sequences[0].tile_table(layer)[None, :] for layer in range(layers))
-    tables = []
-    for layer in range(layers):
-        rows = [sequence.tile_table(layer) for sequence in sequences]
-        table = np.zeros((len(rows), max(len(row) for row in rows)), np.int64)
-        for index, row in enumerate(rows):
-            table[index, : len(row)] = row
-        tables.append(table)
-    return tuple(tables)
 
 
 def _identity(checkpoint: Checkpoint, spec: ModelSpec, kv_dtype: DType) -> str:

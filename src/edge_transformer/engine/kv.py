@@ -60,31 +60,36 @@ class Allocation(Protocol):
     def close(self) -> None: ...
 
 
-class TileMemory(Protocol):
-    """Where KV tiles lie: host memory, page-locked host memory, or the memory of a GPU.
-
-    run_bytes: tiles are allocated in runs of at least so many bytes. Addresses mean what the executor takes them for.
+class StateMemory(Protocol):
+    """Where the state of sequences lies: host memory, page-locked host memory, or the memory of a GPU. Addresses mean
+    what the executor takes them for.
     """
-
-    run_bytes: int
 
     def allocate(self, nbytes: int) -> Allocation:
         """Raises CapacityError when there is not so much."""
         ...
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        """Copy between tiles; done when later work of the executor looks."""
+        """Copy between allocations; done when later work of the executor looks."""
         ...
 
     def read(self, address: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """A copy on the host."""
         ...
 
-    def write(self, address: int, data: npt.NDArray[np.uint8]) -> None: ...
+    def write(self, address: int, data: npt.NDArray[np.uint8]) -> None:
+        """`data` may be changed once this returns."""
+        ...
+
+
+class TileMemory(StateMemory, Protocol):
+    """Memory of KV tiles. run_bytes: they are allocated in runs of at least so many bytes."""
+
+    run_bytes: int
 
 
 class HostTileMemory:
-    """KV tiles in ordinary host memory. Pages cost nothing until they are written."""
+    """Ordinary host memory. Pages cost nothing until they are written."""
 
     run_bytes = RUN_BYTES
 

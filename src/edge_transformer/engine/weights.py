@@ -191,7 +191,11 @@ def _read_vector(checkpoint: Checkpoint, spec: TensorSpec) -> Tensor:
     values = read_vector(checkpoint.tensors[spec.name])
     if spec.transform is Transform.PLUS_ONE:
         values = np.float32(1) + values
+    if spec.transform is Transform.NEGATIVE_EXP:
+        values = -np.exp(values)
     order = _row_order(spec)
     if order is not None:
         values = values[order]
+    if values.ndim > 1:  # a convolution: [channels, width], whatever lies between in the file
+        values = values.reshape(values.shape[0], values.shape[-1])
     return tensor_of(np.ascontiguousarray(values))

@@ -28,12 +28,32 @@ class Rope:
     divisors: tuple[float, ...] = ()
 
 
+ATTENTION, GATED_DELTA = "attention", "gated_delta"
+"""Kinds of layers: what mixes positions in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Gated-delta layers. tiled_values: value head j uses key head j % key_heads (as GGUF files store them), else
+    j // (value_heads / key_heads).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    tiled_values: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything the forward pass needs to know, read from config.json or from GGUF metadata by the family's file.
 
     Per-layer tuples have num_layers entries. layer_windows: sliding window or None; layer_ropes: index into ropes or
-    None.
+    None; layer_kinds: ATTENTION or GATED_DELTA (windows and ropes of the latter are None). `delta` is there when a
+    layer is of that kind. output_gate: the query projection has a gate beside each head's query, whose sigmoid
+    multiplies the output of attention.
     """
 
     family: str
@@ -51,6 +71,7 @@ class ModelConfig:
     ropes: tuple[Rope, ...]
     layer_windows: tuple[int | None, ...]
     layer_ropes: tuple[int | None, ...]
+    layer_kinds: tuple[str, ...]
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -58,6 +79,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    output_gate: bool = False
+    delta: DeltaConfig | None = None
     post_norms: bool = False
     norm_plus_one: bool = False  # the checkpoint stores w where the norm multiplies by 1 + w
     tied_embeddings: bool = False
@@ -68,6 +91,7 @@ class Transform(Enum):
 
     NONE = "none"
     PLUS_ONE = "plus_one"  # vector: 1 + w, in f32
+    NEGATIVE_EXP = "negative_exp"  # vector: -exp(w), in f32
     UNPERMUTE_ROPE = "unpermute_rope"  # matrix or bias rows: GGUF's adjacent-pair order back to half-split pairs
 
 
@@ -95,11 +119,13 @@ class SegmentSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A layer of attention and MLP: its segments in order of use, and its small vectors (f32, always resident).
+    """A layer of a mixer and an MLP: its segments in order of use, and its small vectors (f32, always resident).
 
-    There are the segments "mixer" (roles q, k, v, o), "gate_up" (gate, up), "down" (down), and vectors with
-    roles attn_norm, mlp_norm, and where the config says so q_norm, k_norm, post_attn_norm, post_mlp_norm, q_bias,
-    k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias.
+    There are the segments "mixer" (roles q, k, v, o; the rows of q hold each head's query and gate where the model has
+    output gates) or "delta_mixer" (qkv, z, a, b, out), then "gate_up" (gate, up) and "down" (down), and vectors with
+    roles attn_norm, mlp_norm, for gated-delta layers conv [C, conv_width], decay, dt_bias, delta_norm, and where the
+    config says so q_norm, k_norm, post_attn_norm, post_mlp_norm, q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias,
+    down_bias.
     """
 
     segments: tuple[SegmentSpec, ...]

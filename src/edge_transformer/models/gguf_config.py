@@ -11,7 +11,7 @@ import numpy as np
 from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.weight import WeightFormat
-from edge_transformer.models.config import ModelConfig, Rope
+from edge_transformer.models.config import ATTENTION, ModelConfig, Rope
 from edge_transformer.models.gate import MAX_LAYERS, FieldReader
 from edge_transformer.models.names import GGUF_NAMES, ROPE_FREQS
 from edge_transformer.models.rope import yarn_attention_factor
@@ -89,6 +89,7 @@ def read_base(fields: GgufFields, family: str, activation: str = "silu") -> Mode
         ropes=(_read_rope(fields, head_dim),),
         layer_windows=(None,) * num_layers,
         layer_ropes=(0,) * num_layers,
+        layer_kinds=(ATTENTION,) * num_layers,
         qkv_bias=fields.has("q_bias"),
         o_bias=fields.has("o_bias"),
         mlp_bias=fields.has("gate_bias"),

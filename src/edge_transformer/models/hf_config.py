@@ -5,7 +5,7 @@ Defaults are those of transformers' configuration classes, which apply when a fi
 
 from __future__ import annotations
 
-from edge_transformer.models.config import ModelConfig, Rope
+from edge_transformer.models.config import ATTENTION, ModelConfig, Rope
 from edge_transformer.models.gate import MAX_LAYERS, FieldReader, agree
 from edge_transformer.models.rope import yarn_attention_factor
 
@@ -136,6 +136,7 @@ def read_base(
         ropes=(),
         layer_windows=(None,) * num_layers,
         layer_ropes=(None,) * num_layers,
+        layer_kinds=(ATTENTION,) * num_layers,
         tied_embeddings=fields.boolean("tie_word_embeddings", tied),
     )
 

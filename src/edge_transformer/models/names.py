@@ -10,16 +10,30 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from edge_transformer.models.config import LayerSpec, ModelConfig, ModelSpec, SegmentSpec, TensorSpec, Transform
+from edge_transformer.models.config import (
+    GATED_DELTA,
+    LayerSpec,
+    ModelConfig,
+    ModelSpec,
+    SegmentSpec,
+    TensorSpec,
+    Transform,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class NameTable:
-    """Names by role; `sandwich` replaces entries in models with norms before and after each half of a layer."""
+    """Names by role; `sandwich` replaces entries in models with norms before and after each half of a layer.
+
+    decay_is_log: "decay" holds the logarithm A_log of gated-delta layers, not -exp(A_log). conv_middle: dimensions of
+    "conv" between channels and width.
+    """
 
     names: dict[str, str]
     sandwich: dict[str, str]
     ignorable: tuple[re.Pattern[str], ...]
+    decay_is_log: bool
+    conv_middle: tuple[int, ...]
 
     def name(self, role: str, layer: int, post_norms: bool) -> str:
         pattern = self.sandwich.get(role) if post_norms else None
@@ -38,6 +52,15 @@ HF_NAMES = NameTable(
         "k": _HF_LAYER + "self_attn.k_proj.weight",
         "v": _HF_LAYER + "self_attn.v_proj.weight",
         "o": _HF_LAYER + "self_attn.o_proj.weight",
+        "qkv": _HF_LAYER + "linear_attn.in_proj_qkv.weight",
+        "z": _HF_LAYER + "linear_attn.in_proj_z.weight",
+        "a": _HF_LAYER + "linear_attn.in_proj_a.weight",
+        "b": _HF_LAYER + "linear_attn.in_proj_b.weight",
+        "out": _HF_LAYER + "linear_attn.out_proj.weight",
+        "conv": _HF_LAYER + "linear_attn.conv1d.weight",
+        "decay": _HF_LAYER + "linear_attn.A_log",
+        "dt_bias": _HF_LAYER + "linear_attn.dt_bias",
+        "delta_norm": _HF_LAYER + "linear_attn.norm.weight",
         "q_bias": _HF_LAYER + "self_attn.q_proj.bias",
         "k_bias": _HF_LAYER + "self_attn.k_proj.bias",
         "v_bias": _HF_LAYER + "self_attn.v_proj.bias",
@@ -58,6 +81,8 @@ HF_NAMES = NameTable(
     },
     # Rope frequencies that older versions of transformers saved; they follow from the configuration.
     ignorable=(re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),),
+    decay_is_log=True,
+    conv_middle=(1,),
 )
 
 _GGUF_LAYER = "blk.{i}."
@@ -72,6 +97,15 @@ GGUF_NAMES = NameTable(
         "k": _GGUF_LAYER + "attn_k.weight",
         "v": _GGUF_LAYER + "attn_v.weight",
         "o": _GGUF_LAYER + "attn_output.weight",
+        "qkv": _GGUF_LAYER + "attn_qkv.weight",
+        "z": _GGUF_LAYER + "attn_gate.weight",
+        "a": _GGUF_LAYER + "ssm_alpha.weight",
+        "b": _GGUF_LAYER + "ssm_beta.weight",
+        "out": _GGUF_LAYER + "ssm_out.weight",
+        "conv": _GGUF_LAYER + "ssm_conv1d.weight",
+        "decay": _GGUF_LAYER + "ssm_a",
+        "dt_bias": _GGUF_LAYER + "ssm_dt.bias",
+        "delta_norm": _GGUF_LAYER + "ssm_norm.weight",
         "q_bias": _GGUF_LAYER + "attn_q.bias",
         "k_bias": _GGUF_LAYER + "attn_k.bias",
         "v_bias": _GGUF_LAYER + "attn_v.bias",
@@ -90,6 +124,8 @@ GGUF_NAMES = NameTable(
         "post_mlp_norm": _GGUF_LAYER + "post_ffw_norm.weight",
     },
     ignorable=(),
+    decay_is_log=False,
+    conv_middle=(),
 )
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -123,7 +159,38 @@ def tensor_specs(spec: ModelSpec) -> Iterator[TensorSpec]:
 
 def _layer_spec(config: ModelConfig, table: NameTable, layer: int, permuted_rope: bool) -> LayerSpec:
     hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    mixer, vectors = (
+        _delta_parts(config, table, layer)
+        if config.layer_kinds[layer] == GATED_DELTA
+        else _attention_parts(config, table, layer, permuted_rope)
+    )
+
+    def tensor(role: str, *shape: int) -> TensorSpec:
+        return TensorSpec(role, table.name(role, layer, config.post_norms), shape)
+
+    norms = [("attn_norm", hidden), ("mlp_norm", hidden)]
+    if config.post_norms:
+        norms += [("post_attn_norm", hidden), ("post_mlp_norm", hidden)]
+    biases = [("gate_bias", inner), ("up_bias", inner), ("down_bias", hidden)] if config.mlp_bias else []
+    return LayerSpec(
+        segments=(
+            mixer,
+            SegmentSpec("gate_up", (tensor("gate", inner, hidden), tensor("up", inner, hidden))),
+            SegmentSpec("down", (tensor("down", hidden, inner),)),
+        ),
+        vectors=(
+            *(_norm_spec(config, table, role, layer, size) for role, size in norms),
+            *vectors,
+            *(tensor(role, size) for role, size in biases),
+        ),
+    )
+
+
+def _attention_parts(
+    config: ModelConfig, table: NameTable, layer: int, permuted_rope: bool
+) -> tuple[SegmentSpec, tuple[TensorSpec, ...]]:
+    """Segment and vectors of a layer's attention."""
+    hidden, query, key = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rope_heads = {"q": config.num_heads, "k": config.num_kv_heads} if permuted_rope else {}
 
     def tensor(role: str, *shape: int) -> TensorSpec:
@@ -131,37 +198,48 @@ def _layer_spec(config: ModelConfig, table: NameTable, layer: int, permuted_rope
         heads = rope_heads.get(role.removesuffix("_bias"), 0)
         return TensorSpec(role, name, shape, Transform.UNPERMUTE_ROPE if heads else Transform.NONE, heads)
 
-    norms = [("attn_norm", hidden), ("mlp_norm", hidden)]
+    vectors: list[TensorSpec] = []
     if config.qk_norm:
-        norms += [("q_norm", config.head_dim), ("k_norm", config.head_dim)]
-    if config.post_norms:
-        norms += [("post_attn_norm", hidden), ("post_mlp_norm", hidden)]
-    biases: list[tuple[str, int]] = []
+        vectors += [_norm_spec(config, table, role, layer, config.head_dim) for role in ("q_norm", "k_norm")]
     if config.qkv_bias:
-        biases += [("q_bias", query), ("k_bias", key), ("v_bias", key)]
+        vectors += [tensor("q_bias", query), tensor("k_bias", key), tensor("v_bias", key)]
     if config.o_bias:
-        biases += [("o_bias", hidden)]
-    if config.mlp_bias:
-        biases += [("gate_bias", inner), ("up_bias", inner), ("down_bias", hidden)]
-    return LayerSpec(
-        segments=(
-            SegmentSpec(
-                "mixer",
-                (
-                    tensor("q", query, hidden),
-                    tensor("k", key, hidden),
-                    tensor("v", key, hidden),
-                    tensor("o", hidden, query),
-                ),
-            ),
-            SegmentSpec("gate_up", (tensor("gate", inner, hidden), tensor("up", inner, hidden))),
-            SegmentSpec("down", (tensor("down", hidden, inner),)),
-        ),
-        vectors=(
-            *(_norm_spec(config, table, role, layer, size) for role, size in norms),
-            *(tensor(role, size) for role, size in biases),
-        ),
+        vectors.append(tensor("o_bias", hidden))
+    matrices = (
+        tensor("q", 2 * query if config.output_gate else query, hidden),
+        tensor("k", key, hidden),
+        tensor("v", key, hidden),
+        tensor("o", hidden, query),
     )
+    return SegmentSpec("mixer", matrices), tuple(vectors)
+
+
+def _delta_parts(config: ModelConfig, table: NameTable, layer: int) -> tuple[SegmentSpec, tuple[TensorSpec, ...]]:
+    """Segment and vectors of a gated-delta layer."""
+    delta = config.delta
+    if delta is None:
+        raise ValueError(f"layer {layer} is of kind {GATED_DELTA}, but the configuration has no sizes for it")
+    hidden, heads, inner = config.hidden_size, delta.value_heads, delta.value_heads * delta.value_dim
+    channels = 2 * delta.key_heads * delta.key_dim + inner
+
+    def tensor(role: str, *shape: int, transform: Transform = Transform.NONE) -> TensorSpec:
+        return TensorSpec(role, table.name(role, layer, config.post_norms), shape, transform)
+
+    matrices = (
+        tensor("qkv", channels, hidden),
+        tensor("z", inner, hidden),
+        tensor("a", heads, hidden),
+        tensor("b", heads, hidden),
+        tensor("out", hidden, inner),
+    )
+    decay = Transform.NEGATIVE_EXP if table.decay_is_log else Transform.NONE
+    vectors = (
+        tensor("conv", channels, *table.conv_middle, delta.conv_width),
+        tensor("decay", heads, transform=decay),
+        tensor("dt_bias", heads),
+        tensor("delta_norm", delta.value_dim),
+    )
+    return SegmentSpec("delta_mixer", matrices), vectors
 
 
 def _norm_spec(config: ModelConfig, table: NameTable, role: str, layer: int, size: int) -> TensorSpec:

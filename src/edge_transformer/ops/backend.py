@@ -7,7 +7,7 @@ Rules for every implementation:
 - the first `batch.rows` rows of activation tensors are live, the rest is undefined.
 
 Shapes: R rows of the pass, H hidden size, F feed-forward size, Q = heads * head_dim, K = kv_heads * head_dim,
-V vocabulary.
+V vocabulary. In gated-delta layers: C = channels of the shape, I = value_heads * value_dim.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer.formats.weight import Weight
+from edge_transformer.formats.weight import Weight, round_up
 from edge_transformer.ops.batch import Batch
-from edge_transformer.ops.tensor import DType, Tensor
+from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor
+
+STATE_ALIGNMENT = 256
+"""Of the blocks of recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,44 @@ class AttentionShape:
     kv_dtype: DType
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Static facts of one gated-delta layer. `layer` selects the table of state blocks.
+
+    Value head j uses key head j % key_heads when `tiled` (the order of GGUF files), else j // (value_heads //
+    key_heads). conv_width: values of a channel that enter its convolution, the newest included; norm_eps is that of the
+    norm of each head's output.
+
+    The state of a sequence is one block per layer, f32: S [value_heads][key_dim][value_dim], then conv [channels]
+    [conv_width - 1], the values before the convolution of the last tokens, the oldest first.
+    """
+
+    layer: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    tiled: bool
+    norm_eps: float
+
+    @property
+    def channels(self) -> int:
+        """Columns of q, k and v side by side: what the convolution works on."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_values(self) -> int:
+        """f32 values of S; those of the convolution follow."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a sequence's state in this layer, rounded up so that blocks lie one behind the other."""
+        values = self.state_values + self.channels * (self.conv_width - 1)
+        return round_up(values * ITEM_BYTES[DType.F32], STATE_ALIGNMENT)
+
+
 class Backend(Protocol):
     """Executor of the ops. `name` is what `--backend` takes."""
 
@@ -55,10 +96,13 @@ class Backend(Protocol):
         """Memory for a workspace: (address aligned to 256, owner). Called once at load, never by an op."""
         ...
 
-    def reserve(self, rows: int, cols: int, shapes: Sequence[AttentionShape]) -> None:
-        """Scratch for passes of up to `rows` rows, linear ops with up to `cols` input columns, and these attentions.
+    def reserve(
+        self, rows: int, cols: int, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
+    ) -> None:
+        """Scratch for passes of up to `rows` rows, linear ops with up to `cols` input columns, these attentions and
+        gated-delta layers.
 
-        Called once at load, so that no op allocates.
+        Called once at load, so that no op allocates. Raises UnsupportedModelError for shapes that cannot be computed.
         """
         ...
 
@@ -118,6 +162,49 @@ class Backend(Protocol):
         """out = softmax(mask(softcap(scale * q k^T))) v over positions <= the row's own; q, out f32 [R, Q].
 
         Online softmax: one state (m, l, acc) per absolute tile of 512 positions, merged in ascending order.
+        """
+        ...
+
+    def split_query_gate(self, joined: Tensor, shape: AttentionShape, q: Tensor, gate: Tensor, batch: Batch) -> None:
+        """Take apart what the query projection of a gated attention gives: per head the query, then the gate.
+
+        joined f32 [R, 2 Q], q and gate f32 [R, Q].
+        """
+        ...
+
+    def apply_gate(self, x: Tensor, gate: Tensor, batch: Batch) -> None:
+        """x *= sigmoid(gate); both f32 [R, Q]."""
+        ...
+
+    def gated_delta(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        a: Tensor,
+        b: Tensor,
+        conv: Tensor,
+        decay: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        shape: DeltaShape,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        """The gated delta rule (Yang et al. 2024, arXiv:2412.06464) of all rows, in the order of their positions:
+
+        causal depthwise convolution of qkv, then SiLU; q and k of each key head divided by sqrt(sum of squares + 1e-6),
+        q also by sqrt(key_dim); beta = sigmoid(b), g = decay * softplus(a + dt_bias) <= 0; per value head
+        S = exp(g) S, S += k (beta (v - S^T k))^T, o = S^T q; out = rmsnorm(o) * norm * silu(z) over value_dim.
+
+        qkv f32 [R, C], z f32 [R, I], a and b f32 [R, value_heads]; conv f32 [C, conv_width], its last column for the
+        newest value; decay (-exp(A_log)) and dt_bias f32 [value_heads], norm f32 [value_dim]; out f32 [R, I]. qkv and
+        z are left undefined.
+
+        A sequence's block is read when its first row of the pass has a position > 0 (the state before position 0 is
+        zero whatever the block holds), and always written. Prompt rows take the chunked form, piece by piece: a piece
+        is the rows of a span between two absolute borders of DELTA_CHUNK_POSITIONS. The engine ends prompt chunks on
+        such borders, so that the pieces of a prompt do not depend on the chunks. Decode rows take one step each, in row
+        order where a sequence has several.
         """
         ...
 

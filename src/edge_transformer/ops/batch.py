@@ -14,6 +14,9 @@ import numpy.typing as npt
 KV_TILE_POSITIONS = 512
 """Positions in a KV tile: the unit in which attention states (m, l, acc) are made and merged, on absolute borders."""
 
+DELTA_CHUNK_POSITIONS = 64
+"""Positions that the chunked form of the gated delta rule takes at once at most, on absolute borders."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
@@ -36,7 +39,9 @@ class Batch:
     prompt_spans     the prompt rows, grouped by sequence, in row order
     rope_cos/sin     per rope of the model: float32 [R, rotary_dim / 2], attention factor included
     tile_tables      per layer: int64 [S, T] addresses of KV tiles (T >= tiles any row of the pass can see);
-                     0 where a tile has been freed because no window sees it
+                     0 where a tile has been freed because no window sees it; T = 0 where a layer has no attention
+    state_tables     per layer: int64 [S] addresses of the blocks of recurrent state (ops.backend.DeltaShape), int64 [0]
+                     for layers without; () where no layer has any
     logit_rows       int32 [L]   rows whose logits are asked
     """
 
@@ -49,6 +54,7 @@ class Batch:
     rope_sin: tuple[npt.NDArray[np.float32], ...]
     tile_tables: tuple[npt.NDArray[np.int64], ...]
     logit_rows: npt.NDArray[np.int32]
+    state_tables: tuple[npt.NDArray[np.int64], ...] = ()
 
     @property
     def rows(self) -> int:

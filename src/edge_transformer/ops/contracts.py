@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge_transformer.formats.weight import FORMATS, WeightLayout
-from edge_transformer.ops.backend import AttentionShape
+from edge_transformer.ops.backend import AttentionShape, DeltaShape
 from edge_transformer.ops.tensor import ITEM_BYTES, DType
 
 
@@ -42,6 +42,16 @@ CONTRACTS: dict[str, Contract] = {
     ),
     # A score's error is relative to the terms of its dot product and enters the weights through exp.
     "attention": Contract(1e-6, "(1 + largest scale * sum |q| |k| in sight) * largest |v| of the column in sight"),
+    "split_query_gate": Contract(0.0, "copies"),
+    "apply_gate": Contract(1e-6, "|x|"),
+    # Errors of the convolution enter k and q over their norms; errors of the state decay with it, and enter o through q
+    # and out through its norm, as those of a row's scale do in add_norm.
+    "gated_delta": Contract(
+        2e-6,
+        "(p + |o| max(p) / rms) / rms |norm silu(z)|, rms = sqrt(mean(o^2) + eps), with p = E^T q', "
+        "E = exp(g) E + k' m^T, m = beta (v' + |S|^T k'), and q', k', v' made of the sums of |conv| |qkv| in place of "
+        "the convolution's results, over the same norms; for the state E, for that of the convolution 0",
+    ),
     "gated_mlp": Contract(2e-6, "(sum |x| |gate| + 1) * (sum |x| |up| + 1), biases included in the sums"),
     "lm_head": Contract(1e-6, _PRODUCT),
     "select_rows": Contract(0.0, "copies"),
@@ -75,3 +85,15 @@ def attention_flops(shape: AttentionShape, position: int, rows: int = 1) -> int:
     """Floating-point operations (a multiply-add is two) of `rows` consecutive rows from `position` on, without exp."""
     visible = sum(visible_positions(shape, row) for row in range(position, position + rows))
     return 4 * shape.heads * shape.head_dim * visible
+
+
+def gated_delta_decode_bytes(shape: DeltaShape) -> int:
+    """Bytes that one decode row moves: the state read and written, qkv, z and out."""
+    inner = shape.value_heads * shape.value_dim
+    conv = shape.channels * (shape.conv_width - 1)
+    return (2 * (shape.state_values + conv) + shape.channels + 2 * inner) * ITEM_BYTES[DType.F32]
+
+
+def gated_delta_step_flops(shape: DeltaShape) -> int:
+    """Floating-point operations of one step (a multiply-add is two) on the state: decay, S^T k, the update, S^T q."""
+    return 7 * shape.state_values

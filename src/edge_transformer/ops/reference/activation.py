@@ -10,11 +10,21 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + exp(-x))."""
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit
+        result: Floats = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return result
+
+
 def silu(x: Floats) -> Floats:
     """x * sigmoid(x)."""
-    with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit
-        sigmoid: Floats = np.float32(1) / (np.float32(1) + np.exp(-x))
-    return x * sigmoid
+    return x * sigmoid(x)
+
+
+def softplus(x: Floats) -> Floats:
+    """log(1 + exp(x)), without overflow."""
+    return np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))
 
 
 def gelu_tanh(x: Floats) -> Floats:

@@ -11,11 +11,12 @@ import numpy.typing as npt
 from edge_transformer.formats.dequantize import dequantize
 from edge_transformer.formats.weight import Weight, WeightLayout
 from edge_transformer.memory import HostMemory
-from edge_transformer.ops.backend import AttentionShape
+from edge_transformer.ops.backend import AttentionShape, DeltaShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
-from edge_transformer.ops.reference.activation import ACTIVATIONS
+from edge_transformer.ops.reference.activation import ACTIVATIONS, sigmoid
 from edge_transformer.ops.reference.activation import softcap as cap_logits
 from edge_transformer.ops.reference.attention import attend
+from edge_transformer.ops.reference.gated_delta import DeltaParameters, gated_delta
 from edge_transformer.ops.reference.kv_tiles import tile_view, write_position
 from edge_transformer.ops.reference.norm import rmsnorm
 from edge_transformer.ops.reference.rope import rotate
@@ -37,7 +38,9 @@ class ReferenceBackend:
         memory = HostMemory(nbytes)
         return memory.address, memory
 
-    def reserve(self, rows: int, cols: int, shapes: Sequence[AttentionShape]) -> None:
+    def reserve(
+        self, rows: int, cols: int, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
+    ) -> None:
         """Nothing: numpy allocates as it goes."""
 
     def gather_rows(self, table: Weight, batch: Batch, scale: float, out: Tensor) -> None:
@@ -106,6 +109,35 @@ class ReferenceBackend:
         rows = batch.rows
         queries = _floats(q)[:rows].reshape(rows, shape.heads, shape.head_dim)
         _floats(out)[:rows] = attend(queries, shape, batch).reshape(rows, -1)
+
+    def split_query_gate(self, joined: Tensor, shape: AttentionShape, q: Tensor, gate: Tensor, batch: Batch) -> None:
+        rows = batch.rows
+        heads = _floats(joined)[:rows].reshape(rows, shape.heads, 2, shape.head_dim)
+        _floats(q)[:rows] = heads[:, :, 0].reshape(rows, -1)
+        _floats(gate)[:rows] = heads[:, :, 1].reshape(rows, -1)
+
+    def apply_gate(self, x: Tensor, gate: Tensor, batch: Batch) -> None:
+        _floats(x)[: batch.rows] *= sigmoid(_floats(gate)[: batch.rows])
+
+    def gated_delta(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        a: Tensor,
+        b: Tensor,
+        conv: Tensor,
+        decay: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        shape: DeltaShape,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        rows = batch.rows
+        parameters = DeltaParameters(_floats(conv), _floats(decay), _floats(dt_bias), _floats(norm))
+        _floats(out)[:rows] = gated_delta(
+            _floats(qkv)[:rows], _floats(z)[:rows], _floats(a)[:rows], _floats(b)[:rows], parameters, shape, batch
+        )
 
     def gated_mlp(
         self,
