@@ -29,8 +29,9 @@ from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.cuda.runtime import Event, Gpu, Graph, Memory, Stream
 from edge_transformer.cuda.streamed_head import StreamedHead
+from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.formats.weight import Weight, round_up
-from edge_transformer.ops.backend import AttentionShape, Backend
+from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
 from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor
 
@@ -133,8 +134,12 @@ class CudaBackend:
     def allocate(self, nbytes: int) -> tuple[int, object]:
         return self._arena.take(nbytes, "activations and logits"), self._arena
 
-    def reserve(self, rows: int, cols: int, shapes: Sequence[AttentionShape]) -> None:
+    def reserve(
+        self, rows: int, cols: int, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
+    ) -> None:
         """Workspace of attention, kernels of `shapes`, staging memory for `rows` rows of `cols` columns."""
+        if deltas:
+            raise _unsupported()
         self._host.reserve(rows, cols, ())
         nbytes = max(workspace_bytes(shape, rows) for shape in shapes)
         self._attention_workspace = self._arena.take(nbytes, "attention states")
@@ -240,6 +245,28 @@ class CudaBackend:
             self._attend(q, shape, out, kv, batch, begin=True, end=True)
         else:
             self._attend_offloaded(q, shape, out, batch, self._offload)
+
+    def split_query_gate(self, joined: Tensor, shape: AttentionShape, q: Tensor, gate: Tensor, batch: Batch) -> None:
+        raise _unsupported()
+
+    def apply_gate(self, x: Tensor, gate: Tensor, batch: Batch) -> None:
+        raise _unsupported()
+
+    def gated_delta(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        a: Tensor,
+        b: Tensor,
+        conv: Tensor,
+        decay: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        shape: DeltaShape,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        raise _unsupported()
 
     def gated_mlp(
         self,
@@ -444,3 +471,9 @@ def _tile_bytes(shape: AttentionShape) -> int:
 
 def _host_tensor(values: npt.NDArray[np.float32]) -> Tensor:
     return Tensor(values.ctypes.data, values.shape, DType.F32, values)
+
+
+def _unsupported() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "gated-delta layers and output gates are not computed on a GPU; use --backend reference"
+    )
