@@ -12,8 +12,17 @@ if _INTERRUPTIBLE:
 
 def main() -> None:
     """Entry point of the installed command."""
+    from edge_transformer.cli.main import INTERRUPTED
     from edge_transformer.cli.main import main as run
 
     if _INTERRUPTIBLE:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    run()
+    # What is left after `run` is the end of the interpreter, where a second Ctrl-C would be answered with a traceback.
+    try:
+        try:
+            run()
+        finally:
+            if _INTERRUPTIBLE:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
