@@ -47,7 +47,9 @@ def run_side_by_side(script: str, checks: Sequence[Sequence[str]], limit_s: floa
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment
             )
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as late:
+            said = (late.stdout or b"").decode(errors="replace").rstrip()
+            print(said, end="\n" * bool(said))
             print(f"FAILED  {' '.join(arguments)}: no end within {limit_s:.0f} s", flush=True)
             return False
         took = time.perf_counter() - started
