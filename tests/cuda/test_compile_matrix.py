@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from edge_transformer.cuda import attention, elementwise, linear
+from edge_transformer.cuda import attention, delta, elementwise, linear
 from edge_transformer.cuda.compiler import compile_all
 from edge_transformer.cuda.cubin_cache import KernelCache
 from edge_transformer.cuda.runtime import KernelSource
@@ -29,9 +29,10 @@ STATIC_SHARED_LIMIT = 48 << 10
 def all_sources(capability: tuple[int, int]) -> list[KernelSource]:
     formats = list(WeightFormat)
     sources = [
-        *elementwise.all_sources(formats),
+        *elementwise.all_sources(),
         *linear.all_sources(formats, capability),
         *attention.all_sources(capability),
+        *delta.all_sources(),
     ]
     return list(dict.fromkeys(sources))
 

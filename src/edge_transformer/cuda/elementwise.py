@@ -1,4 +1,4 @@
-"""Norms, rope with KV append, embedding rows and what surrounds lm_head, on a GPU. Contracts: ops/contracts.py.
+"""Norms, rope with KV append, and what surrounds lm_head, on a GPU. Contracts: ops/contracts.py.
 
 Every method queues launches on `stream` and returns. Tensors and weights have device addresses. ValueError for shapes
 that do not fit.
@@ -6,13 +6,12 @@ that do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.runtime import Gpu, Kernel, KernelSource, Stream
-from edge_transformer.formats.weight import Weight, WeightFormat
 from edge_transformer.ops.backend import AttentionShape
 from edge_transformer.ops.tensor import DType, Tensor
 
@@ -29,11 +28,6 @@ def rope_append_source(kv_dtype: DType) -> KernelSource:
     return KernelSource("rope_append.cu", "rope_append", 128, defines, early_start=True)
 
 
-def gather_source(weight_format: WeightFormat) -> KernelSource:
-    defines = (("ETE_FORMAT", weight_format.value),)
-    return KernelSource("gather.cu", "gather_rows", 128, defines, early_start=True)
-
-
 def select_rows_source() -> KernelSource:
     return KernelSource("logits.cu", "select_rows", 256, early_start=True)
 
@@ -42,10 +36,10 @@ def argmax_source() -> KernelSource:
     return KernelSource("logits.cu", "argmax", 1024, early_start=True)
 
 
-def all_sources(formats: Iterable[WeightFormat]) -> list[KernelSource]:
-    """Every kernel of this file that a model with weights of `formats` may need."""
-    common = [add_norm_source(), select_rows_source(), argmax_source()]
-    return [*common, *map(rope_append_source, (DType.F32, DType.BF16)), *map(gather_source, formats)]
+def all_sources() -> list[KernelSource]:
+    """Every kernel of this file that a model may need."""
+    common = [add_norm_source(), select_rows_source(), argmax_source(), *gate_sources()]
+    return [*common, *map(rope_append_source, (DType.F32, DType.BF16))]
 
 
 class ElementwiseOps:
@@ -57,32 +51,7 @@ class ElementwiseOps:
 
     def sources(self, kv_dtype: DType) -> list[KernelSource]:
         """The kernels that a model with KV tiles of this type needs, to be compiled before a pass."""
-        return [add_norm_source(), select_rows_source(), rope_append_source(kv_dtype)]
-
-    def gather_rows(
-        self, table: Weight, token_ids: int, scale: float, out: Tensor, rows: LaunchRows, stream: Stream
-    ) -> None:
-        """out[r] = scale * table[token_ids[r]]; token_ids: address of int32 [rows]. An unknown id gives NaN."""
-        layout = table.layout
-        _check(out, rows.prompt + rows.decode, layout.cols)
-        offsets = [np.int64(plane.offset) for plane in layout.planes[1:]]
-        offsets += [np.int64(0)] * (3 - len(offsets))
-        self._gpu.launch(
-            self._kernel(gather_source(layout.format)),
-            (rows.prompt + rows.decode, 1, 1),
-            0,
-            stream,
-            (
-                table.address,
-                *offsets,
-                np.int32(layout.rows),
-                np.int32(layout.cols),
-                token_ids,
-                np.float32(scale),
-                out.address,
-                rows.counts,
-            ),
-        )
+        return [add_norm_source(), select_rows_source(), argmax_source(), rope_append_source(kv_dtype)]
 
     def add_norm(
         self,
@@ -193,7 +162,9 @@ class ElementwiseOps:
         )
 
     def argmax(self, logits: Tensor, ids: int, rows: LaunchRows, stream: Stream) -> None:
-        """ids[i] = first index of the largest of logits[i]; -1 where one is NaN or infinite. ids: address of int32."""
+        """ids[i] = first index of the largest of logits[i]; -1 where one is NaN or infinite. ids: address of int32,
+        device memory or page-locked.
+        """
         _check(logits, rows.logits, logits.shape[1])
         self._gpu.launch(
             self._kernel(argmax_source()),
@@ -201,6 +172,41 @@ class ElementwiseOps:
             0,
             stream,
             (logits.address, ids, rows.counts, np.int32(logits.shape[1])),
+        )
+
+    def split_query_gate(
+        self, joined: Tensor, shape: AttentionShape, q: Tensor, gate: Tensor, rows: LaunchRows, stream: Stream
+    ) -> None:
+        """joined [., heads][2][head_dim] to q and gate [., heads][head_dim]."""
+        live, query = rows.prompt + rows.decode, shape.heads * shape.head_dim
+        if shape.head_dim % 4:
+            raise ValueError(f"head_dim is {shape.head_dim}; needed: a multiple of 4")
+        _check(joined, live, 2 * query)
+        _check(q, live, query)
+        _check(gate, live, query)
+        split, _ = gate_sources()
+        self._gpu.launch(
+            self._kernel(split),
+            (-(-2 * query // (4 * split.threads)), live, 1),
+            0,
+            stream,
+            (joined.address, q.address, gate.address, rows.counts, np.int32(shape.heads), np.int32(shape.head_dim)),
+        )
+
+    def apply_gate(self, x: Tensor, gate: Tensor, rows: LaunchRows, stream: Stream) -> None:
+        """x *= sigmoid(gate)."""
+        live, cols = rows.prompt + rows.decode, x.shape[1]
+        if cols % 4:
+            raise ValueError(f"rows of {cols} numbers; needed: a multiple of 4")
+        _check(x, live, cols)
+        _check(gate, live, cols)
+        _, apply = gate_sources()
+        self._gpu.launch(
+            self._kernel(apply),
+            (-(-cols // (4 * apply.threads)), live, 1),
+            0,
+            stream,
+            (x.address, gate.address, rows.counts, np.int32(cols)),
         )
 
     def _kernel(self, source: KernelSource) -> Kernel:
