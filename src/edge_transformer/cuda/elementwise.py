@@ -36,6 +36,11 @@ def argmax_source() -> KernelSource:
     return KernelSource("logits.cu", "argmax", 1024, early_start=True)
 
 
+def gate_sources() -> list[KernelSource]:
+    """split_query_gate and apply_gate."""
+    return [KernelSource("gate.cu", entry, 256, early_start=True) for entry in ("split_query_gate", "apply_gate")]
+
+
 def all_sources() -> list[KernelSource]:
     """Every kernel of this file that a model may need."""
     common = [add_norm_source(), select_rows_source(), argmax_source(), *gate_sources()]
