@@ -27,7 +27,7 @@ def load_driver() -> Any:
         version_status, version = driver.cuDriverGetVersion()
     except RuntimeError as error:  # the library is not on this machine, or lacks a function
         raise GpuError(
-            f"no NVIDIA driver was found ({error}): install it (nvidia-smi shows whether it works), or use the CPU"
+            "no NVIDIA driver was found: install it (nvidia-smi shows whether it works), or use --backend cpu"
         ) from error
     results = driver.CUresult
     needed = int(cuda.bindings.__version__.split(".")[0])
