@@ -78,6 +78,19 @@ class LinearOp:
 
 def linear_workspace(rows: int, cols: int) -> tuple[int, int]: ...
 
+# quantizer
+def quantize_rows(
+    source: WeightView,
+    isa: int,
+    row: int,
+    rows: int,
+    format: int,
+    destination: int,
+    offsets: list[int],
+    row_pitches: list[int],
+) -> tuple[float, float, float, bool]:
+    """(squared error, sum of squares, largest error, whether all values could be represented) of the rows."""
+
 # attention, norms, rope
 Spans = list[tuple[int, int, int, int]]
 

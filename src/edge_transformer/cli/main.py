@@ -27,6 +27,7 @@ COMMANDS = {
     "trace": ("edge_transformer.cli.trace", "Record what a GPU does while it answers one prompt."),
     "chat": ("edge_transformer.cli.chat", "Talk with a model, turn by turn."),
     "info": ("edge_transformer.cli.info", "Say what a model is and whether it can run, without loading it."),
+    "quantize": ("edge_transformer.cli.quantize", "Make a smaller model of int8 or int4 weights."),
     "pull": ("edge_transformer.cli.pull", "Download a model, or bring it up to date."),
     "list": ("edge_transformer.cli.list", "List the downloaded models."),
     "rm": ("edge_transformer.cli.rm", "Delete a downloaded model."),

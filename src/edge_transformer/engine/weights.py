@@ -136,7 +136,7 @@ class HostWeights:
                         if not todo:
                             return
                         item = todo.pop()
-                    repack(item.info, item.layout, weights[item.spec.name].address, _row_order(item.spec))
+                    repack(item.info, item.layout, weights[item.spec.name].address, row_order(item.spec))
                     with lock:
                         done += item.info.nbytes
                         if progress is not None:
@@ -167,7 +167,9 @@ def _place(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[dict[str, _Placemen
             continue
         info = checkpoint.tensors[matrix.name]
         rows, cols = matrix.shape
-        in_place = in_place_layout(info.format, rows, cols) if matrix.transform is Transform.NONE else None
+        in_place = info.layout
+        if in_place is None and matrix.transform is Transform.NONE:
+            in_place = in_place_layout(info.format, rows, cols)
         if in_place is not None:
             placements[matrix.name] = _Placement(matrix, info, in_place, None)
             continue
@@ -177,9 +179,9 @@ def _place(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[dict[str, _Placemen
     return placements, slab_bytes
 
 
-def _row_order(spec: TensorSpec) -> npt.NDArray[np.int64] | None:
-    """Source row of each output row: GGUF stores rotary pairs next to each other, the engine rotates half-split
-    pairs.
+def row_order(spec: TensorSpec) -> npt.NDArray[np.int64] | None:
+    """Source row of each output row, None for the same order: GGUF stores rotary pairs next to each other, the engine
+    rotates half-split pairs.
     """
     if spec.transform is not Transform.UNPERMUTE_ROPE:
         return None
@@ -193,7 +195,7 @@ def _read_vector(checkpoint: Checkpoint, spec: TensorSpec) -> Tensor:
         values = np.float32(1) + values
     if spec.transform is Transform.NEGATIVE_EXP:
         values = -np.exp(values)
-    order = _row_order(spec)
+    order = row_order(spec)
     if order is not None:
         values = values[order]
     if values.ndim > 1:  # a convolution: [channels, width], whatever lies between in the file

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from edge_transformer.formats.weight import WeightFormat
+from edge_transformer.formats.weight import WeightFormat, WeightLayout
 
 
 class MappedFile(Protocol):
@@ -27,7 +27,11 @@ class MappedFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint. `shape` is outermost first (a matrix is (rows, cols), as in Hugging Face files)."""
+    """One tensor of a checkpoint. `shape` is outermost first (a matrix is (rows, cols), as in Hugging Face files).
+
+    layout: of a matrix that lies in the file as weight planes, its rows in the order of use; None: as the container
+    stores the format.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -35,6 +39,7 @@ class TensorInfo:
     file: MappedFile
     offset: int
     nbytes: int
+    layout: WeightLayout | None = None
 
 
 class Checkpoint(Protocol):

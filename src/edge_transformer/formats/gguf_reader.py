@@ -54,6 +54,18 @@ def read_part(file: MappedModelFile) -> GgufPart:
     return part
 
 
+def metadata_section(file: MappedModelFile) -> bytes:
+    """The file's metadata as a GGUF file of its own, without tensors. Raises FormatError, FileChangedError."""
+    reader = _Reader(file)
+    _, key_count = reader._read_counts()
+    start = reader.cursor.position
+    reader._read_metadata(key_count)
+    section = file.view(start, reader.cursor.position - start).tobytes()
+    version = file.view(4, 4).tobytes()
+    file.check_unchanged()
+    return MAGIC + version + struct.pack("<QQ", 0, key_count) + section
+
+
 class _Reader:
     """The parse of one file: a cursor and the budgets that bound it."""
 

@@ -76,6 +76,15 @@ class MappedModelFile:
             raise ValueError(f"{self.path}: bytes {offset} to {offset + nbytes} of {self.nbytes}")
         return np.frombuffer(self._mapping, np.uint8, nbytes, offset)
 
+    def release(self, offset: int, nbytes: int) -> None:
+        """Tell the kernel that the whole pages inside these bytes are not needed any more; they can be read again."""
+        if self._mapping is None:
+            return
+        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        count = (offset + nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        if count > 0:
+            self._mapping.madvise(mmap.MADV_DONTNEED, first, count)
+
     def close(self) -> None:
         """Unmap the file; while views of it are alive, the memory goes with the last one. Closing twice is harmless."""
         mapping, self._mapping = self._mapping, None

@@ -29,7 +29,7 @@ def repack(
     """
     cols = info.shape[-1] if info.shape else 1
     rows = math.prod(info.shape) // cols if cols else 0
-    if (layout.format, layout.rows, layout.cols) != (info.format, rows, cols):
+    if (layout.format, layout.rows, layout.cols) != (info.format, rows, cols) or info.layout is not None:
         raise ValueError(f"layout of {layout.format} [{layout.rows}, {layout.cols}] for {info}")
     order_address = 0
     if row_order is not None:

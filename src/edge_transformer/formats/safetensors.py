@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
@@ -19,6 +20,14 @@ from edge_transformer.formats.folder import list_folder
 from edge_transformer.formats.json_file import read_settings
 from edge_transformer.formats.json_scan import JsonScanner
 from edge_transformer.formats.mapping import MappedModelFile
+from edge_transformer.formats.planes_file import (
+    METADATA_FILE,
+    NAMES_KEY,
+    QUANTIZATION_METHOD,
+    RawTensor,
+    is_planes_file,
+    planar_matrices,
+)
 from edge_transformer.formats.safetensors_index import read_index
 from edge_transformer.formats.weight import FORMATS, WeightFormat
 
@@ -29,6 +38,7 @@ SMALL_HEADER_BYTES = 1 << 20  # up to here a header may be any part of its file,
 MAX_DIMENSIONS = 8
 
 _READ_DTYPES = {"F32": WeightFormat.F32, "F16": WeightFormat.F16, "BF16": WeightFormat.BF16}
+_ITEM_BYTES = {dtype: FORMATS[known].file_block_bytes for dtype, known in _READ_DTYPES.items()} | {"U8": 1}
 
 
 def open_safetensors(path: Path) -> MappedCheckpoint:
@@ -60,12 +70,16 @@ def _open_files(
 ) -> MappedCheckpoint:
     """Open the named files; `expected` has the tensors that the index places in each (None: no index)."""
     files: list[MappedModelFile] = []
+    headers: list[Header] = []
     tensors: dict[str, TensorInfo] = {}
+    container = "safetensors"
     try:
         for file_name, names in expected.items():
             file = MappedModelFile(folder / file_name)
             files.append(file)
-            for name, info in read_header(file).items():
+            header = read_header(file)
+            headers.append(header)
+            for name, info in header.tensors.items():
                 if name in tensors:
                     raise FormatError(file.path, f"is also in {tensors[name].file.path.name}", tensor=name)
                 if names is not None and name not in names:
@@ -75,25 +89,43 @@ def _open_files(
                 raise FormatError(
                     file.path, f"is placed in this file by {INDEX_FILE}, but not there", tensor=min(missing)
                 )
+        if _claims_planes(metadata) and not any(is_planes_file(header.metadata) for header in headers):
+            raise FormatError(
+                folder / "config.json",
+                "says that the model was quantized by ete quantize, but its weights were not; restore the original "
+                "config.json",
+            )
+        if _claims_planes(metadata):
+            del metadata["quantization_config"]
+        if any(header.metadata.get(NAMES_KEY) == "gguf" for header in headers):
+            container, metadata = "gguf", _read_gguf_metadata(folder / METADATA_FILE, files)
     except BaseException:
         for file in files:
             file.close()
         raise
-    return MappedCheckpoint("safetensors", path, files, tensors, metadata)
+    return MappedCheckpoint(container, path, files, tensors, metadata)
 
 
-def read_header(file: MappedModelFile) -> dict[str, TensorInfo]:
-    """The tensors of one file, in the order of the header. Raises FormatError, FileChangedError."""
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header of a file says: its tensors, and the strings of its __metadata__."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+
+
+def read_header(file: MappedModelFile) -> Header:
+    """The header of one file, tensors in its order. Raises FormatError, FileChangedError."""
     try:
-        tensors = _parse_header(file)
+        header = _parse_header(file)
     except FormatError:
         file.check_unchanged()  # a file that shrank is not a corrupt one
         raise
     file.check_unchanged()
-    return tensors
+    return header
 
 
-def _parse_header(file: MappedModelFile) -> dict[str, TensorInfo]:
+def _parse_header(file: MappedModelFile) -> Header:
     path = file.path
     if file.nbytes < 8:
         raise FormatError(path, f"is {file.nbytes} bytes long, too short for a safetensors file")
@@ -104,24 +136,42 @@ def _parse_header(file: MappedModelFile) -> dict[str, TensorInfo]:
         raise FormatError(path, f"its header claims {length} bytes, of which a file of {file.nbytes} can have {limit}")
     scanner = JsonScanner(path, file.view(8, length).tobytes(), "the header")
     data_start = 8 + length
-    tensors: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
+    tensors: dict[str, RawTensor] = {}
     for name in scanner.members():
         if name == "__metadata__":
-            scanner.string_map()
+            metadata = scanner.string_map()
             continue
         if len(tensors) == MAX_TENSORS:
             raise FormatError(path, f"has more than the {MAX_TENSORS} tensors that are accepted in one file")
         tensors[name] = _read_entry(file, data_start, name, scanner.flat_object())
     scanner.end()
     _check_coverage(path, data_start, file.nbytes, tensors)
-    return tensors
+    found: dict[str, TensorInfo] = {}
+    planes: set[str] = set()
+    if is_planes_file(metadata):
+        matrices, planes = planar_matrices(path, metadata, tensors)
+        for name, matrix in matrices.items():
+            layout = matrix.layout
+            shape = (layout.rows, layout.cols)
+            found[name] = TensorInfo(name, shape, layout.format, file, matrix.offset, layout.nbytes, layout)
+    for name, raw in tensors.items():
+        if name in planes:
+            continue
+        if raw.dtype not in _READ_DTYPES:
+            reason = f"has dtype {raw.dtype[:40]}; F32, F16 and BF16 are read (convert the checkpoint to one of these)"
+            raise FormatError(path, reason, tensor=name)
+        if name in found:
+            raise FormatError(path, "is there as a tensor and as planes", tensor=name)
+        found[name] = TensorInfo(name, raw.shape, _READ_DTYPES[raw.dtype], file, raw.offset, raw.nbytes)
+    return Header(found, metadata)
 
 
-def _read_entry(file: MappedModelFile, data_start: int, name: str, entry: dict[str, object]) -> TensorInfo:
+def _read_entry(file: MappedModelFile, data_start: int, name: str, entry: dict[str, object]) -> RawTensor:
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise FormatError(file.path, "its header entry does not have exactly dtype, shape, data_offsets", tensor=name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _READ_DTYPES:
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         reason = f"has dtype {str(dtype)[:40]}; F32, F16 and BF16 are read (convert the checkpoint to one of these)"
         raise FormatError(file.path, reason, tensor=name)
     if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
@@ -132,26 +182,25 @@ def _read_entry(file: MappedModelFile, data_start: int, name: str, entry: dict[s
     if not begin <= end <= file.nbytes - data_start:
         reason = f"lies at bytes {begin} to {end} of the data, of which there are {file.nbytes - data_start}"
         raise FormatError(file.path, reason, tensor=name)
-    weight_format = _READ_DTYPES[dtype]
-    nbytes = math.prod(shape) * FORMATS[weight_format].file_block_bytes
+    nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
     if nbytes != end - begin:
         reason = f"shape {shape} of {dtype} needs {nbytes} bytes, the header gives it {end - begin}"
         raise FormatError(file.path, reason, tensor=name)
-    return TensorInfo(name, tuple(shape), weight_format, file, data_start + begin, nbytes)
+    return RawTensor(dtype, tuple(shape), data_start + begin, nbytes)
 
 
 def _is_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 
-def _check_coverage(path: Path, data_start: int, data_end: int, tensors: dict[str, TensorInfo]) -> None:
+def _check_coverage(path: Path, data_start: int, data_end: int, tensors: dict[str, RawTensor]) -> None:
     """The tensors follow one another from data_start to data_end, without overlap or hole."""
     position = data_start
-    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if info.offset < position:
-            raise FormatError(path, "overlaps the tensor before it", tensor=info.name)
+            raise FormatError(path, "overlaps the tensor before it", tensor=name)
         if info.offset > position:
-            raise FormatError(path, f"there are {info.offset - position} unexplained bytes before it", tensor=info.name)
+            raise FormatError(path, f"there are {info.offset - position} unexplained bytes before it", tensor=name)
         position += info.nbytes
     if position != data_end:
         raise FormatError(path, f"{data_end - position} bytes at the end belong to no tensor")
@@ -176,7 +225,7 @@ def _read_config(folder: Path) -> dict[str, object]:
     for prefix, part in parts.items():
         if not isinstance(part, dict):
             continue
-        if quantization := part.get("quantization_config"):
+        if (quantization := part.get("quantization_config")) and (prefix or not _claims_planes(part)):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise UnsupportedModelError(
                 f"{path}: {prefix}quantization_config (method {str(method)[:40]!r}) is not supported; use the model's "
@@ -188,6 +237,24 @@ def _read_config(folder: Path) -> dict[str, object]:
                 "version of the model that transformers loads without trust_remote_code, or a GGUF file of it"
             )
     return config
+
+
+def _claims_planes(config: Mapping[str, object]) -> bool:
+    """Whether config.json says that `ete quantize` made the weights beside it (which say the rest)."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == QUANTIZATION_METHOD
+
+
+def _read_gguf_metadata(path: Path, files: list[MappedModelFile]) -> dict[str, object]:
+    """The metadata of a model whose tensors have GGUF's names. The file joins `files`, to be watched with them."""
+    from edge_transformer.formats.gguf_reader import read_part
+
+    file = MappedModelFile(path)
+    files.append(file)
+    part = read_part(file)
+    if part.tensors:
+        raise FormatError(path, f"holds {len(part.tensors)} tensors, where the metadata of a quantized model belongs")
+    return part.metadata
 
 
 def _refuse_adapter(folder: Path) -> None:
