@@ -213,6 +213,7 @@ inline void cp_async_wait() {
   ete_emulator::cp_async_wait(pending);
 }
 
+inline float exp2_approximate(float value) { return value < -126.0f ? 0.0f : std::exp2(value); }
 inline float half_to_float(uint16_t bits) { return ete_emulator::half_value(bits); }
 inline uint16_t float_to_half(float value) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
@@ -232,6 +233,26 @@ inline uint32_t pack_bf16(float low, float high) {
   };
   return round(low) | round(high) << 16;
 }
+#if ETE_ARCH >= 80
+// The product is exact in fp32 (outside of the denormals), the sum in fp64 unless the two are 2^29 apart.
+inline uint32_t bf16_pair_fma(uint32_t a, uint32_t b, uint32_t c) {
+  float sums[2];
+  for (int i = 0; i < 2; ++i) {
+    const auto of = [i](uint32_t pair) {
+      return static_cast<double>(__uint_as_float(i == 0 ? pair << 16 : pair & 0xffff0000u));
+    };
+    const double exact = of(a) * of(b) + of(c);
+    sums[i] = static_cast<float>(exact);
+    // Rounded to odd, so that the rounding to bf16 that follows is the only one to nearest.
+    if (std::isfinite(sums[i]) && sums[i] != exact && (__float_as_uint(sums[i]) & 1u) == 0) {
+      const bool away = std::fabs(sums[i]) > std::fabs(exact);
+      sums[i] = __uint_as_float(__float_as_uint(sums[i]) + (away ? -1 : 1));
+    }
+  }
+  return pack_bf16(sums[0], sums[1]);
+}
+#endif
+inline int made_again(int value) { return value; }
 inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t out = 0;
@@ -255,6 +276,10 @@ inline int population_count(uint32_t bits) { return __builtin_popcount(bits); }
 #if ETE_ARCH >= 80
 inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   ete_emulator::mma<ete_emulator::bf16_value>("mma_bf16", d, a, b);
+}
+inline void mma_bf16_first(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  d[0] = d[1] = d[2] = d[3] = 0.0f;
+  mma_bf16(d, a, b);
 }
 inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   ete_emulator::mma<ete_emulator::half_value>("mma_f16", d, a, b);

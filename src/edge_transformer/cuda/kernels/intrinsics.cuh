@@ -105,6 +105,12 @@ ETE_DEVICE uint16_t float_to_half(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
+// 2^value to about 2 ulp, 0 where that would be denormal.
+ETE_DEVICE float exp2_approximate(float value) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
+  return power;
+}
 // Two floats rounded to bf16 (nearest even) in one word, `low` in the lower half.
 ETE_DEVICE uint32_t pack_bf16(float low, float high) {
 #if ETE_ARCH >= 80
@@ -118,11 +124,26 @@ ETE_DEVICE uint32_t pack_bf16(float low, float high) {
   return __byte_perm(first, second, 0x7632);
 #endif
 }
+#if ETE_ARCH >= 80
+// Two bf16 in a word: a * b + c, rounded once to nearest even.
+ETE_DEVICE uint32_t bf16_pair_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
+#endif
 // Bytes of the eight of (b:a), chosen by the nibbles of `selector`, lowest first.
 ETE_DEVICE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 // Sum of four products of signed bytes, plus c.
 ETE_DEVICE int dp4a(uint32_t a, uint32_t b, int c) { return __dp4a(static_cast<int>(a), static_cast<int>(b), c); }
 ETE_DEVICE int population_count(uint32_t bits) { return __popc(bits); }
+
+// The same value, which the compiler takes for another: what is computed from it is computed there, not kept in
+// registers from before.
+ETE_DEVICE int made_again(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 // ---- kernels one after another (sm_90; before, a kernel starts when the one ahead of it has ended)
 
@@ -153,6 +174,14 @@ ETE_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// d = a b: the same, of a sum that begins.
+ETE_DEVICE void mma_bf16_first(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
 }
 // The same for f16 operands.
 ETE_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
