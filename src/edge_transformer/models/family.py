@@ -8,15 +8,21 @@ from dataclasses import dataclass
 from edge_transformer.models.config import ModelConfig
 from edge_transformer.models.gate import FieldReader
 from edge_transformer.models.gguf_config import GgufFields
+from edge_transformer.models.names import GGUF_NAMES, HF_NAMES, NameTable
 
 
 @dataclass(frozen=True, slots=True)
 class HfFamily:
-    """A family in Hugging Face folders: `model_type` and the causal language model class of config.json."""
+    """A family in Hugging Face folders: `model_type` and the causal language model class of config.json.
+
+    `left_out`: patterns of tensors that belong to other parts of the model than its text, and are not loaded.
+    """
 
     model_type: str
     architecture: str
     read: Callable[[FieldReader], ModelConfig]
+    names: NameTable = HF_NAMES
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +36,4 @@ class GgufFamily:
     permuted_rope: bool
     read: Callable[[GgufFields], ModelConfig]
     read_apart: tuple[str, ...] = ()
+    names: NameTable = GGUF_NAMES

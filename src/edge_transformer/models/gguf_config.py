@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,12 +27,14 @@ _DESCRIPTIVE_PREFIXES = ("general.", "tokenizer.", "split.", "quantize.", "mrade
 class GgufFields:
     """A GGUF file as a family reads it: the keys of its architecture (without the architecture's name), and the rest.
 
-    `general` holds the keys outside the architecture; what they may be is checked before the family reads.
+    `general` holds the keys outside the architecture; what they may be is checked before the family reads. `left_out`:
+    patterns of tensors of other parts of the model, which the family names as it reads.
     """
 
     model: FieldReader
     general: FieldReader
     tensors: Mapping[str, TensorInfo]
+    left_out: list[str] = field(default_factory=list)
 
     def has(self, role: str) -> bool:
         """Whether the first layer (or the model) has the tensor of this role; the others are checked against it."""
@@ -51,8 +53,11 @@ def gguf_fields(checkpoint: Checkpoint, architecture: str) -> GgufFields:
     return GgufFields(FieldReader(model, where, own), general, checkpoint.tensors)
 
 
-def read_base(fields: GgufFields, family: str, activation: str = "silu") -> ModelConfig:
-    """What every family has, as a ModelConfig of full attention with one rope; the caller replaces what differs."""
+def read_base(fields: GgufFields, family: str, activation: str = "silu", *, partial_rope: bool = False) -> ModelConfig:
+    """What every family has, as a ModelConfig of full attention with one rope; the caller replaces what differs.
+
+    `partial_rope`: the family may rotate part of a head only.
+    """
     model = fields.model
     model.only("expert_count", 0, reason="mixture-of-experts models are not supported")
     model.only("expert_used_count", 0, reason="mixture-of-experts models are not supported")
@@ -86,7 +91,7 @@ def read_base(fields: GgufFields, family: str, activation: str = "silu") -> Mode
         activation=activation,
         attention_scale=head_dim**-0.5,
         context_length=context_length,
-        ropes=(_read_rope(fields, head_dim),),
+        ropes=(_read_rope(fields, _rotary_dim(model, head_dim, partial_rope)),),
         layer_windows=(None,) * num_layers,
         layer_ropes=(0,) * num_layers,
         layer_kinds=(ATTENTION,) * num_layers,
@@ -126,12 +131,18 @@ def _vocab_size(fields: GgufFields) -> int:
     return rows
 
 
-def _read_rope(fields: GgufFields, head_dim: int) -> Rope:
+def _rotary_dim(model: FieldReader, head_dim: int, partial: bool) -> int:
+    rotary_dim = model.integer("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim and not partial:
+        model.refuse("rope.dimension_count", f"rotating part of a head (of {head_dim}) is not supported in this family")
+    if rotary_dim > head_dim or rotary_dim % 2:
+        model.refuse("rope.dimension_count", f"an even number up to {head_dim}, the size of a head, is expected")
+    return rotary_dim
+
+
+def _read_rope(fields: GgufFields, rotary_dim: int) -> Rope:
     model = fields.model
     theta = model.rope_base("rope.freq_base") or DEFAULT_ROPE_THETA
-    rotary_dim = model.integer("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        model.refuse("rope.dimension_count", f"rotating part of a head (of {head_dim}) is not supported in this family")
     model.only("rope.scale_linear", 1.0, reason="this old spelling of rope scaling is not read")
     model.ignore(["rope.scaling.finetuned"])  # says how the model was trained, not how it is run
     kind = model.string("rope.scaling.type", "none")
@@ -139,25 +150,25 @@ def _read_rope(fields: GgufFields, head_dim: int) -> Rope:
     if divisors is not None:
         if kind != "none":
             model.refuse("rope.scaling.type", f"it is given together with the tensor {ROPE_FREQS!r}")
-        return Rope("divisors", theta, head_dim, divisors=_read_divisors(divisors, head_dim // 2))
+        return Rope("divisors", theta, rotary_dim, divisors=_read_divisors(divisors, rotary_dim // 2))
     if kind not in ("none", "linear", "yarn"):
         model.refuse("rope.scaling.type", "only none, linear and yarn are supported")
     if kind == "yarn":
-        return _read_yarn(model, theta, head_dim)
+        return _read_yarn(model, theta, rotary_dim)
     if kind == "linear":
-        return Rope("linear", theta, head_dim, factor=model.number("rope.scaling.factor"))
+        return Rope("linear", theta, rotary_dim, factor=model.number("rope.scaling.factor"))
     model.only("rope.scaling.factor", 1.0)
-    return Rope("default", theta, head_dim)
+    return Rope("default", theta, rotary_dim)
 
 
-def _read_yarn(model: FieldReader, theta: float, head_dim: int) -> Rope:
+def _read_yarn(model: FieldReader, theta: float, rotary_dim: int) -> Rope:
     for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):
         model.only(name, 1.0)
     factor = model.number("rope.scaling.factor")
     return Rope(
         "yarn",
         theta,
-        head_dim,
+        rotary_dim,
         factor=factor,
         original_context=model.integer("rope.scaling.original_context_length"),
         beta_fast=model.number("rope.scaling.yarn_beta_fast", 32.0),

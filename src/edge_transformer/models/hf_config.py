@@ -11,7 +11,7 @@ from edge_transformer.models.rope import yarn_attention_factor
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 # Fields that do not touch the text forward pass: training, bookkeeping, how transformers is to run or to generate.
 IGNORED = (
@@ -141,15 +141,17 @@ def read_base(
     )
 
 
-def read_layer_types(fields: FieldReader, num_layers: int, default: list[str]) -> list[str]:
-    """ "full_attention" or "sliding_attention" for each layer."""
+def read_layer_types(
+    fields: FieldReader, num_layers: int, default: list[str], allowed: tuple[str, str] = (FULL, SLIDING)
+) -> list[str]:
+    """One of `allowed` for each layer."""
     types = fields.optional_strings("layer_types")
     if types is None:
         return default
     if len(types) != num_layers:
         fields.refuse("layer_types", f"one entry for each of the {num_layers} layers is expected")
-    if not set(types) <= {FULL, SLIDING}:
-        fields.refuse("layer_types", f"only {FULL!r} and {SLIDING!r} are supported")
+    if not set(types) <= set(allowed):
+        fields.refuse("layer_types", f"only {allowed[0]!r} and {allowed[1]!r} are supported")
     return types
 
 
@@ -162,6 +164,44 @@ def read_rope(fields: FieldReader, head_dim: int, context_length: int) -> Rope:
     if len(ropes) == 2 and ropes[0] != ropes[1]:
         fields.refuse("rope_scaling", "it disagrees with rope_parameters")
     return ropes[0] if ropes else Rope("default", theta or 10000.0, head_dim)
+
+
+def read_partial_rope(fields: FieldReader, head_dim: int, context_length: int, default: float) -> Rope:
+    """As read_rope, where the first `partial_rotary_factor` of a head is rotated. `default`: the factor of a file that
+    says nothing. The sections of multimodal ropes are for images: the positions of text are the same in all of them.
+    """
+    theta = fields.rope_base("rope_theta")
+    factor = fields.optional_number("partial_rotary_factor")
+    sections = [fields.section("rope_parameters"), fields.section("rope_scaling")]
+    ropes = [
+        _partial_rope(section, theta, factor, default, head_dim, context_length)
+        for section in sections
+        if section is not None
+    ]
+    if len(ropes) == 2 and ropes[0] != ropes[1]:
+        fields.refuse("rope_scaling", "it disagrees with rope_parameters")
+    if ropes:
+        return ropes[0]
+    return Rope("default", theta or 10000.0, _rotary_dim(fields, factor or default, head_dim))
+
+
+def _partial_rope(
+    section: FieldReader, theta: float | None, factor: float | None, default: float, head_dim: int, context_length: int
+) -> Rope:
+    section.ignore(["mrope_section", "mrope_interleaved"])
+    own = section.optional_number("partial_rotary_factor")
+    chosen = agree(section, "partial_rotary_factor", own, "the factor outside this section", factor) or default
+    rotary_dim = _rotary_dim(section, chosen, head_dim)
+    return _rope(section, theta, 10000.0, rotary_dim, context_length, partial=True)
+
+
+def _rotary_dim(fields: FieldReader, factor: float, head_dim: int) -> int:
+    rotary_dim = int(head_dim * factor)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        fields.refuse(
+            "partial_rotary_factor", f"of a head of {head_dim} dimensions it would rotate {rotary_dim}, not whole pairs"
+        )
+    return rotary_dim
 
 
 def read_two_ropes(fields: FieldReader, head_dim: int, context_length: int) -> tuple[Rope, Rope]:
@@ -189,14 +229,22 @@ def read_two_ropes(fields: FieldReader, head_dim: int, context_length: int) -> t
 
 
 def _rope(
-    section: FieldReader | None, outer_theta: float | None, default_theta: float, head_dim: int, context_length: int
+    section: FieldReader | None,
+    outer_theta: float | None,
+    default_theta: float,
+    rotary_dim: int,
+    context_length: int,
+    partial: bool = False,
 ) -> Rope:
-    """One rope from its section; `outer_theta` is the base given outside the section."""
+    """One rope from its section; `outer_theta` is the base given outside the section. `partial`: the section's
+    partial_rotary_factor has been read.
+    """
     if section is None:
-        return Rope("default", outer_theta or default_theta, head_dim)
+        return Rope("default", outer_theta or default_theta, rotary_dim)
     theta = section.rope_base("rope_theta")
     theta = agree(section, "rope_theta", theta, "the base outside this section", outer_theta) or default_theta
-    _refuse_partial(section)
+    if not partial:
+        _refuse_partial(section)
     kind = section.optional_string("rope_type")
     old_kind = section.optional_string("type")
     if kind is not None and old_kind is not None and kind != old_kind:
@@ -205,22 +253,22 @@ def _rope(
     if chosen not in ("default", "linear", "llama3", "yarn"):
         section.refuse("rope_type" if kind else "type", "only default, linear, llama3 and yarn are supported")
     if chosen == "llama3":
-        return _llama3(section, theta, head_dim, context_length)
+        return _llama3(section, theta, rotary_dim, context_length)
     if chosen == "yarn":
-        return _yarn(section, theta, head_dim, context_length)
+        return _yarn(section, theta, rotary_dim, context_length)
     if chosen == "linear":
-        return Rope("linear", theta, head_dim, factor=section.number("factor"))
-    return Rope("default", theta, head_dim)
+        return Rope("linear", theta, rotary_dim, factor=section.number("factor"))
+    return Rope("default", theta, rotary_dim)
 
 
-def _llama3(section: FieldReader, theta: float, head_dim: int, context_length: int) -> Rope:
+def _llama3(section: FieldReader, theta: float, rotary_dim: int, context_length: int) -> Rope:
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
     if high <= low:
         section.refuse("high_freq_factor", f"it must be above low_freq_factor = {low}")
     return Rope(
         "llama3",
         theta,
-        head_dim,
+        rotary_dim,
         factor=section.number("factor"),
         original_context=section.integer("original_max_position_embeddings", context_length),
         low_freq_factor=low,
@@ -228,7 +276,7 @@ def _llama3(section: FieldReader, theta: float, head_dim: int, context_length: i
     )
 
 
-def _yarn(section: FieldReader, theta: float, head_dim: int, context_length: int) -> Rope:
+def _yarn(section: FieldReader, theta: float, rotary_dim: int, context_length: int) -> Rope:
     original = section.integer("original_max_position_embeddings", context_length)
     factor = section.optional_number("factor") or context_length / original
     mscale, mscale_all_dim = section.optional_number("mscale"), section.optional_number("mscale_all_dim")
@@ -238,7 +286,7 @@ def _yarn(section: FieldReader, theta: float, head_dim: int, context_length: int
     return Rope(
         "yarn",
         theta,
-        head_dim,
+        rotary_dim,
         factor=factor,
         original_context=original,
         beta_fast=section.optional_number("beta_fast") or 32.0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edge_transformer.models.config import (
     GATED_DELTA,
@@ -128,6 +128,13 @@ GGUF_NAMES = NameTable(
     conv_middle=(),
 )
 
+
+def with_prefix(table: NameTable, old: str, new: str) -> NameTable:
+    """`table` with `new` in place of `old` before the names that begin with it."""
+    names = {role: new + name.removeprefix(old) if name.startswith(old) else name for role, name in table.names.items()}
+    return replace(table, names=names)
+
+
 ROPE_FREQS = "rope_freqs.weight"
 """GGUF tensor with the divisors of the rope frequencies; read into Rope.divisors, not a weight of its own."""
 
@@ -198,15 +205,16 @@ def _attention_parts(
         heads = rope_heads.get(role.removesuffix("_bias"), 0)
         return TensorSpec(role, name, shape, Transform.UNPERMUTE_ROPE if heads else Transform.NONE, heads)
 
+    queries = 2 * query if config.output_gate else query
     vectors: list[TensorSpec] = []
     if config.qk_norm:
         vectors += [_norm_spec(config, table, role, layer, config.head_dim) for role in ("q_norm", "k_norm")]
     if config.qkv_bias:
-        vectors += [tensor("q_bias", query), tensor("k_bias", key), tensor("v_bias", key)]
+        vectors += [tensor("q_bias", queries), tensor("k_bias", key), tensor("v_bias", key)]
     if config.o_bias:
         vectors.append(tensor("o_bias", hidden))
     matrices = (
-        tensor("q", 2 * query if config.output_gate else query, hidden),
+        tensor("q", queries, hidden),
         tensor("k", key, hidden),
         tensor("v", key, hidden),
         tensor("o", hidden, query),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,15 +11,21 @@ from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.weight import WeightFormat
 from edge_transformer.memory import bytes_at
-from edge_transformer.models import gemma2, gemma3, llama, mistral, qwen2, qwen3
+from edge_transformer.models import gemma2, gemma3, llama, mistral, qwen2, qwen3, qwen3_5
 from edge_transformer.models.config import ModelSpec
 from edge_transformer.models.gate import FieldReader
 from edge_transformer.models.gguf_config import gguf_fields
-from edge_transformer.models.names import GGUF_NAMES, HF_NAMES, NameTable, model_spec, tensor_specs
+from edge_transformer.models.names import model_spec, tensor_specs
 
-HF_FAMILIES = {family.model_type: family for family in (llama.HF, mistral.HF, qwen2.HF, qwen3.HF, gemma2.HF, gemma3.HF)}
+HF_FAMILIES = {
+    family.model_type: family
+    for family in (
+        llama.HF, mistral.HF, qwen2.HF, qwen3.HF, gemma2.HF, gemma3.HF, qwen3_5.HF, qwen3_5.HF_WITH_VISION,
+    )
+}  # fmt: skip
 GGUF_FAMILIES = {
-    family.architecture: family for family in (llama.GGUF, qwen2.GGUF, qwen3.GGUF, gemma2.GGUF, gemma3.GGUF)
+    family.architecture: family
+    for family in (llama.GGUF, qwen2.GGUF, qwen3.GGUF, gemma2.GGUF, gemma3.GGUF, qwen3_5.GGUF)
 }
 
 _VECTOR_FORMATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
@@ -46,7 +53,9 @@ def _read_hf(checkpoint: Checkpoint) -> ModelSpec:
         fields.refuse("architectures", f"only [{family.architecture!r}] is supported for model_type {model_type!r}")
     config = family.read(fields)
     fields.finish()
-    return _account(checkpoint, model_spec(config, HF_NAMES), HF_NAMES, read_apart=())
+    names = family.names
+    left_out = (*names.ignorable, *map(re.compile, family.left_out))
+    return _account(checkpoint, model_spec(config, names), names.names["head"], left_out, read_apart=())
 
 
 def _read_gguf(checkpoint: Checkpoint) -> ModelSpec:
@@ -59,12 +68,23 @@ def _read_gguf(checkpoint: Checkpoint) -> ModelSpec:
     config = family.read(fields)
     fields.model.finish()
     fields.general.finish()
-    spec = model_spec(config, GGUF_NAMES, permuted_rope=family.permuted_rope)
-    return _account(checkpoint, spec, GGUF_NAMES, read_apart=family.read_apart)
+    names = family.names
+    spec = model_spec(config, names, permuted_rope=family.permuted_rope)
+    left_out = (*names.ignorable, *map(re.compile, fields.left_out))
+    return _account(checkpoint, spec, names.names["head"], left_out, read_apart=family.read_apart)
 
 
-def _account(checkpoint: Checkpoint, spec: ModelSpec, table: NameTable, read_apart: tuple[str, ...]) -> ModelSpec:
-    """Check that every tensor the model needs is there with its shape, and that every other one is explained."""
+def _account(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    head_name: str,
+    left_out: tuple[re.Pattern[str], ...],
+    read_apart: tuple[str, ...],
+) -> ModelSpec:
+    """Check that every tensor the model needs is there with its shape, and that every other one is explained: a match
+    of `left_out`, or read apart.
+    """
+    vectors = {vector.name for layer in spec.layers for vector in layer.vectors} | {spec.final_norm.name}
     needed = set()
     for tensor in tensor_specs(spec):
         info = checkpoint.tensors.get(tensor.name)
@@ -77,13 +97,13 @@ def _account(checkpoint: Checkpoint, spec: ModelSpec, table: NameTable, read_apa
                 f"{checkpoint.path}: tensor {tensor.name!r} has shape {list(info.shape)}; "
                 f"the configuration asks for {list(tensor.shape)}"
             )
-        if len(tensor.shape) == 1 and info.format not in _VECTOR_FORMATS:
+        if tensor.name in vectors and info.format not in _VECTOR_FORMATS:
             raise UnsupportedModelError(
                 f"{checkpoint.path}: tensor {tensor.name!r} is {info.format}; a vector must be F32, F16 or BF16"
             )
         needed.add(tensor.name)
-    ignored = [name for name in checkpoint.tensors if any(pattern.fullmatch(name) for pattern in table.ignorable)]
-    head = checkpoint.tensors.get(table.names["head"])
+    ignored = [name for name in checkpoint.tensors if any(pattern.fullmatch(name) for pattern in left_out)]
+    head = checkpoint.tensors.get(head_name)
     if spec.config.tied_embeddings and head is not None:
         _check_tied_copy(checkpoint, checkpoint.tensors[spec.embedding.name], head)
         ignored.append(head.name)
