@@ -1,4 +1,4 @@
-"""Norms, rope with KV append, embedding rows, row selection and argmax on an emulated GPU, against numpy fp64.
+"""Norms, rope with KV append, row selection and argmax on an emulated GPU, against numpy fp64.
 
 Every launch runs with its threads in ascending and in descending order (EmulatedGpu, order "both").
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cpu.made_weights import make_weight
 from cuda.device_pass import F32, DevicePass
 from edge_transformer.cuda.elementwise import ElementwiseOps
-from edge_transformer.formats.weight import FORMATS, WeightFormat
 from edge_transformer.ops.backend import AttentionShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS
 from edge_transformer.ops.contracts import CONTRACTS
@@ -38,33 +36,6 @@ def random(*shape: int) -> F32:
 
 def padded(array: F32, spare: int) -> F32:
     return np.concatenate([array, np.full((spare, *array.shape[1:]), np.nan, np.float32)])
-
-
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
-def test_embedding_rows(ops: Ops, weight_format: WeightFormat) -> None:
-    rng = np.random.default_rng()
-    cols = 37 if FORMATS[weight_format].block_cols == 1 else 768
-    made = make_weight(weight_format, 40, cols, rng)
-    table = ops.at.weight(made.weight)
-    ids = np.append(rng.integers(0, 40, 28, dtype=np.int32), [np.int32(39)]).astype(np.int32)
-    on_device = ops.at.arrays.put(np.append(ids, np.zeros(2, np.int32)), "ids")
-    for scale in (1.0, 33.94112549695428):
-        out = ops.at.output((31, cols))
-        rows = ops.at.rows(9, 29, spare=1)
-        ops.elementwise.gather_rows(table, on_device, scale, out, rows, ops.at.stream)
-        got = ops.at.read(out)
-        assert np.array_equal(got[:29], made.values[ids] * np.float32(scale))
-        assert np.isnan(got[29:]).all()
-
-
-def test_ids_outside_of_the_table_give_nan(ops: Ops) -> None:
-    made = make_weight(WeightFormat.Q8_0, 5, 64, np.random.default_rng())
-    out = ops.at.output((4, 64))
-    ids = ops.at.arrays.put(np.array([4, 5, -1, 0], np.int32), "ids")
-    ops.elementwise.gather_rows(ops.at.weight(made.weight), ids, 1.0, out, ops.at.rows(0, 4), ops.at.stream)
-    got = ops.at.read(out)
-    assert np.array_equal(got[[0, 3]], made.values[[4, 0]])
-    assert np.isnan(got[1:3]).all()
 
 
 def rms_exact(x: np.ndarray, eps: float) -> np.ndarray:

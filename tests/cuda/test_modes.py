@@ -99,6 +99,24 @@ def test_output_projection_on_the_cpu_is_close(folder: Path, closing: list[Engin
     assert np.abs(ours - theirs).max() <= 1e-5 * max(1.0, np.abs(theirs).max())
 
 
+@pytest.mark.parametrize("mode", ["all resident", "output projection streamed alone"])
+def test_logits_kept_over_a_pass_that_asks_for_fewer(folder: Path, closing: list[Engine], mode: str) -> None:
+    """13 rows in blocks of 8 and 5; the pass between has one. The likeliest tokens are those of the logits."""
+    opened = open_on_gpu(model_path(folder, "llama"), MODES[mode], seed=9)
+    closing.append(opened.engine)
+    sequence, other = opened.engine.new_sequence(), opened.engine.new_sequence()
+    result = opened.engine.step([Chunk(sequence, tokens_of(13, 5), "prompt", "all")])
+    assert result is not None
+    expected = result.logits()
+    assert result.likeliest() == expected.argmax(axis=1).tolist()
+    result.keep()
+    between = opened.engine.step([Chunk(other, [3], "decode", "last")])
+    assert between is not None
+    assert between.likeliest() == between.logits().argmax(axis=1).tolist()
+    assert np.array_equal(result.logits(), expected)
+    assert result.likeliest() == expected.argmax(axis=1).tolist()
+
+
 def test_smallest_budget_runs_and_one_byte_less_is_refused(folder: Path, closing: list[Engine]) -> None:
     path = model_path(folder, "llama")
     least = Wishes(BUDGET, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.CPU)

@@ -227,6 +227,24 @@ def test_logits_of_an_earlier_pass_are_not_given_out(llama: Engine) -> None:
     second.close()
 
 
+def test_likeliest_tokens_are_those_of_the_logits(tmp_path: Path) -> None:
+    """Also of equal ones the lowest: every row of the output projection is there twice."""
+    weights = make_weights(MODELS["llama"])
+    weights["lm_head.weight"][70:130] = weights["lm_head.weight"][5:65]
+    engine = open_cpu_engine(write_hf(tmp_path / "model", MODELS["llama"].config, weights))
+    sequence = engine.new_sequence()
+    result = engine.step([Chunk(sequence, random_tokens(21), "prompt", "all")])
+    assert result is not None
+    expected = result.logits().argmax(axis=1).tolist()
+    assert result.likeliest() == expected
+    result.keep()
+    engine.step([Chunk(sequence, [1], "decode", "last")])
+    assert result.likeliest() == expected
+    assert not any(70 <= token < 130 for token in expected)
+    sequence.close()
+    engine.close()
+
+
 def test_closed_engine_makes_no_pass(models: dict[str, Path]) -> None:
     engine = open_cpu_engine(models["llama"])
     sequence = engine.new_sequence()
@@ -269,6 +287,10 @@ def test_values_that_are_not_finite_are_located(tmp_path: Path, tensor: str, whe
     sequence = engine.new_sequence()
     with pytest.raises(NumericError, match=where):
         append(engine, sequence, [5, 6, 7])
+    result = engine.step([Chunk(sequence, [5], "decode", "last")])
+    assert result is not None
+    with pytest.raises(NumericError, match=where):
+        result.likeliest()
     sequence.close()
     engine.close()
 

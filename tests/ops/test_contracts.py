@@ -20,7 +20,7 @@ from edge_transformer.ops.tensor import DType
 
 def test_every_op_has_a_contract() -> None:
     methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
-    assert methods - {"allocate", "reserve", "read", "write", "give_up", "close"} == set(CONTRACTS)
+    assert methods - {"allocate", "reserve", "read", "argmax", "write", "give_up", "close"} == set(CONTRACTS)
 
 
 def test_weight_bytes_are_those_of_the_file() -> None:

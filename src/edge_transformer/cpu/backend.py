@@ -20,7 +20,7 @@ from edge_transformer.formats.weight import Weight
 from edge_transformer.memory import HostMemory
 from edge_transformer.ops.backend import AttentionShape, DeltaShape
 from edge_transformer.ops.batch import Batch
-from edge_transformer.ops.tensor import DType, Tensor, host_rows
+from edge_transformer.ops.tensor import DType, Tensor, first_largest, host_rows
 
 _F32 = DType.F32
 
@@ -190,6 +190,9 @@ class CpuBackend:
 
     def read(self, tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
         return host_rows(tensor, rows)
+
+    def argmax(self, tensor: Tensor, rows: int) -> npt.NDArray[np.int32]:
+        return first_largest(host_rows(tensor, rows))
 
     def write(self, tensor: Tensor, values: npt.NDArray[np.float32]) -> None:
         host_rows(tensor, len(values))[:] = values

@@ -23,7 +23,7 @@ from edge_transformer.cuda.attention import (
     workspace_bytes,
 )
 from edge_transformer.cuda.attention import sources as attention_sources
-from edge_transformer.cuda.device_batch import BatchCapacity, DeviceBatch
+from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, DeviceBatch
 from edge_transformer.cuda.elementwise import ElementwiseOps
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
@@ -33,7 +33,7 @@ from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.formats.weight import Weight, round_up
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
-from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor
+from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor, array_at
 
 KV_BUFFERS = 2
 
@@ -113,6 +113,7 @@ class CudaBackend:
         self._attention_workspace = 0
         self._staging: Memory | None = None
         self._embedded: Memory | None = None
+        self._likeliest: Memory | None = None
 
     @staticmethod
     def workspace_bytes(capacity: BatchCapacity, shapes: Sequence[AttentionShape]) -> int:
@@ -148,6 +149,7 @@ class CudaBackend:
         self._grow_staging(rows * cols * ITEM_BYTES[DType.F32])
         # Rows of the embedding have memory of their own, whose address a graph can keep.
         self._embedded = self._gpu.allocate_host(rows * cols * ITEM_BYTES[DType.F32], "rows of the embedding")
+        self._likeliest = self._gpu.allocate_host(MAX_LOGIT_ROWS * ITEM_BYTES[DType.I32], "likeliest tokens")
 
     # ---- ops
 
@@ -300,7 +302,8 @@ class CudaBackend:
     def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
         """`rows` must be the logit rows of the batch, which lie on the device already."""
         if self._mode is not Mode.REPLAYING:
-            self._elementwise.select_rows(x, self._device.logit_rows, out, self._logit_rows(count), self._compute)
+            of_pass = LaunchRows(0, 0, count, self._device.counts)
+            self._elementwise.select_rows(x, self._device.logit_rows, out, of_pass, self._compute)
         if self._mode is Mode.CAPTURING:
             self._mode = Mode.EAGER
             graph = self._gpu.end_capture(self._compute)
@@ -313,6 +316,14 @@ class CudaBackend:
         self._gpu.copy(staging.address, tensor.address, staging.nbytes, self._compute)
         self._gpu.synchronize(self._compute)
         return staging.numpy().view(np.float32)
+
+    def argmax(self, tensor: Tensor, rows: int) -> npt.NDArray[np.int32]:
+        if self._likeliest is None:
+            raise ValueError("reserve has not been called")
+        # The kernel writes to host memory: a few bytes, and no copy to wait for.
+        self._elementwise.argmax(tensor, self._likeliest.address, self._logit_rows(rows), self._compute)
+        self._gpu.synchronize(self._compute)
+        return array_at(self._likeliest.address, (rows,), np.int32).view(np.int32).copy()
 
     def write(self, tensor: Tensor, values: npt.NDArray[np.float32]) -> None:
         self._gpu.synchronize(self._compute)  # what was staged before has been read
@@ -376,7 +387,8 @@ class CudaBackend:
         return min(1 << (tiles - 1).bit_length(), self._device.tile_stride)
 
     def _logit_rows(self, rows: int) -> LaunchRows:
-        return LaunchRows(0, 0, rows, self._device.counts)
+        """For `rows` rows, whatever the newest pass had: hidden states of an earlier one may have been kept."""
+        return LaunchRows(0, 0, rows, self._device.counts_of_logits(rows))
 
     def _attention(self, shape: AttentionShape) -> Attention:
         known = self._attentions.get(id(shape))

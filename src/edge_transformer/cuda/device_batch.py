@@ -19,6 +19,9 @@ from edge_transformer.ops.tensor import array_at
 
 PROMPT_BUCKET_STEP = 64
 
+MAX_LOGIT_ROWS = 8
+"""Rows whose logits are made at once."""
+
 
 def bucket(rows: int) -> int:
     """Rows a grid is made for: 0, 1, 2, 4, 8, 16, 32, then multiples of 64."""
@@ -42,6 +45,7 @@ class DeviceBatch:
     """Device addresses of a batch's arrays, and the host's facts that choose grids.
 
     counts        int32 [4]: prompt rows, rows, sequences, logit rows
+    counts_of_logits(rows)   the same for `rows` logit rows alone
     token_ids, positions, row_sequence, logit_rows   int32 [rows]
     query_blocks  int32 [entries, 4] as attention.query_blocks makes them, zeros after the last
     cos, sin      per rope f32 [rows, rotary_dim / 2]
@@ -58,6 +62,9 @@ class DeviceBatch:
         self.tile_stride = capacity.tiles
         self.prompt_rows = self.rows = self.sequences = self.logit_rows_count = self.query_block_count = 0
         self.last_position = 0
+        logit_counts = np.zeros((MAX_LOGIT_ROWS, 4), np.int32)
+        logit_counts[:, 3] = range(1, MAX_LOGIT_ROWS + 1)
+        self._put("logit_counts", logit_counts)
 
     @staticmethod
     def block_bytes(capacity: BatchCapacity) -> int:
@@ -84,6 +91,12 @@ class DeviceBatch:
     @property
     def counts(self) -> int:
         return self._at("counts")
+
+    def counts_of_logits(self, rows: int) -> int:
+        """Counts that tell `rows` logit rows, MAX_LOGIT_ROWS at most, whatever the newest pass had."""
+        if not 1 <= rows <= MAX_LOGIT_ROWS:
+            raise ValueError(f"{rows} rows of logits at once; 1 to {MAX_LOGIT_ROWS} can be made")
+        return self._at("logit_counts") + 16 * (rows - 1)
 
     @property
     def token_ids(self) -> int:
@@ -170,6 +183,7 @@ def _offsets(capacity: BatchCapacity) -> tuple[dict[str, int], int]:
     rows = capacity.rows
     sizes = {
         "counts": 16,
+        "logit_counts": 16 * MAX_LOGIT_ROWS,
         "token_ids": rows * 4,
         "positions": rows * 4,
         "row_sequence": rows * 4,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,18 @@ class PassResult:
     def logits(self) -> npt.NDArray[np.float32]:
         """f32 [len(rows), V]."""
         return np.concatenate([block for _, block in self.blocks()])
+
+    def likeliest(self) -> list[int]:
+        """The token of the largest logit of each row, of equals the lowest: what `logits` says, with none of them
+        brought to the host. Raises as `blocks` does.
+        """
+        tokens: list[int] = []
+        for start in range(0, len(self.rows), LOGIT_BLOCK_ROWS):
+            count = min(LOGIT_BLOCK_ROWS, len(self.rows) - start)
+            with self._engine.lock:
+                hidden = self._engine._hidden_rows(self._number, self._kept, start, count)
+                tokens += self._engine._likeliest(self._batch, hidden)
+        return tokens
 
 
 class Engine:
@@ -380,18 +392,32 @@ class Engine:
             raise UsageError("the logits of a pass can be read until the next pass only")
 
     def _logits(self, batch: Batch, selected: Tensor) -> npt.NDArray[np.float32]:
-        self._require_open()
-        count = selected.shape[0]
-        self._backend.lm_head(self._weights.head, selected, count, self.config.final_softcap, self._logits_block)
-        logits = self._backend.read(self._logits_block, count)
+        logits = self._backend.read(self._project(selected), selected.shape[0])
         if not np.isfinite(logits).all():
-            self._checkpoint.check_unchanged()
-            where = self._locate_nonfinite(batch)
-            for sequence in self._newest:
-                if sequence.recurrent is not None:  # no later pass can make it finite again
-                    sequence.forget()
-            raise NumericError(where)
+            self._refuse_nonfinite(batch)
         return logits
+
+    def _likeliest(self, batch: Batch, selected: Tensor) -> list[int]:
+        tokens: list[int] = self._backend.argmax(self._project(selected), selected.shape[0]).tolist()
+        if min(tokens) < 0:
+            self._refuse_nonfinite(batch)
+        return tokens
+
+    def _project(self, selected: Tensor) -> Tensor:
+        """The block of logits, f32 [LOGIT_BLOCK_ROWS, V], made of as many hidden states as are given."""
+        self._require_open()
+        count, softcap = selected.shape[0], self.config.final_softcap
+        self._backend.lm_head(self._weights.head, selected, count, softcap, self._logits_block)
+        return self._logits_block
+
+    def _refuse_nonfinite(self, batch: Batch) -> NoReturn:
+        """Raise the NumericError of logits that are not finite."""
+        self._checkpoint.check_unchanged()
+        where = self._locate_nonfinite(batch)
+        for sequence in self._newest:
+            if sequence.recurrent is not None:  # no later pass can make it finite again
+                sequence.forget()
+        raise NumericError(where)
 
     def _locate_nonfinite(self, batch: Batch) -> str:
         """Repeat the pass (it writes the same keys and values again; recurrent state is lost already) and name the

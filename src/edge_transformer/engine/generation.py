@@ -167,8 +167,9 @@ class Stream(Iterator[str]):
             state.processed_tokens = len(sequence) - kept
             state.prefill_s = time.perf_counter() - started
             started = time.perf_counter()
-            while logits is not None:
-                token = self._choose(logits)
+            token = None if logits is None else self._choose(logits)
+            while token is not None:
+                state.ids.append(token)
                 state.decode_s = time.perf_counter() - started
                 ended = token in self._end_token_ids
                 piece, hit = ("", False) if ended else stops.push(decoder.push(token))
@@ -187,21 +188,25 @@ class Stream(Iterator[str]):
                     yield piece
                 if state.finish_reason != "interrupted" or self._cancelled:
                     return
-                logits = self._decode(sequence, token)
+                token = self._next(sequence, token)
         finally:
             finished(sequence)
 
     def _choose(self, logits: npt.NDArray[np.float32]) -> int:
-        """Take the next token and record it."""
+        """The next token; its log-probabilities are recorded where they are asked."""
         state = self._state
         token = sample(logits, self.config, self.seed, self._prompt_ids, state.ids)
         if self.config.logprobs is not None:
             state.logprobs.append(token_logprobs(logits, token, self.config.logprobs))
-        state.ids.append(token)
         return token
 
-    def _decode(self, sequence: EngineSequence, token: int) -> npt.NDArray[np.float32] | None:
-        """Logits f32 [V] after `token`, or None when cancelled."""
+    def _next(self, sequence: EngineSequence, token: int) -> int | None:
+        """The token after `token`, or None when cancelled."""
         with self._engine.lock:
             result = self._engine.step([Chunk(sequence, [token], "decode", "last")], lambda: self._cancelled)
-            return None if result is None else result.logits()[0]
+            if result is None:
+                return None
+            if self.config.plain_greedy and self.config.logprobs is None:
+                return result.likeliest()[0]
+            logits = result.logits()[0]
+        return self._choose(logits)

@@ -48,6 +48,10 @@ class TracedEngine(Engine):
         with self._timeline.host(LOGITS):
             return super()._logits(batch, selected)
 
+    def _likeliest(self, batch: Batch, selected: Tensor) -> list[int]:
+        with self._timeline.host(LOGITS):
+            return super()._likeliest(batch, selected)
+
 
 class TracedWeights:
     """`weights`; from `acquire` to `release` the timeline's label is the segment."""

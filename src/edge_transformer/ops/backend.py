@@ -242,6 +242,12 @@ class Backend(Protocol):
         """
         ...
 
+    def argmax(self, tensor: Tensor, rows: int) -> npt.NDArray[np.int32]:
+        """For each of the first `rows` rows of an f32 tensor, on the host, the index of its largest value, of equals
+        the first; -1 where a value is NaN or infinite. Waits as `read` does.
+        """
+        ...
+
     def write(self, tensor: Tensor, values: npt.NDArray[np.float32]) -> None:
         """Put f32 [n, cols] into the first n rows of a tensor [>= n, cols], before the ops that follow."""
         ...

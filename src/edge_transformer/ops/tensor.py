@@ -59,6 +59,12 @@ def host_rows(tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
     return tensor.numpy()[:rows].view(np.float32)
 
 
+def first_largest(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    """Of each row the index of its largest value, of equals the first; -1 where a value is NaN or infinite."""
+    finite = np.isfinite(values).all(axis=1)
+    return np.where(finite, values.argmax(axis=1), -1).astype(np.int32)
+
+
 def tensor_of(array: npt.NDArray[np.generic]) -> Tensor:
     """A handle to a C-contiguous numpy array of float32, uint16 (bf16) or int32."""
     by_dtype = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np.dtype(np.int32): DType.I32}

@@ -20,7 +20,7 @@ from edge_transformer.ops.reference.gated_delta import DeltaParameters, gated_de
 from edge_transformer.ops.reference.kv_tiles import tile_view, write_position
 from edge_transformer.ops.reference.norm import rmsnorm
 from edge_transformer.ops.reference.rope import rotate
-from edge_transformer.ops.tensor import Tensor, host_rows
+from edge_transformer.ops.tensor import Tensor, first_largest, host_rows
 
 Floats = npt.NDArray[np.float32]
 
@@ -162,6 +162,9 @@ class ReferenceBackend:
 
     def read(self, tensor: Tensor, rows: int) -> Floats:
         return host_rows(tensor, rows)
+
+    def argmax(self, tensor: Tensor, rows: int) -> npt.NDArray[np.int32]:
+        return first_largest(host_rows(tensor, rows))
 
     def write(self, tensor: Tensor, values: Floats) -> None:
         host_rows(tensor, len(values))[:] = values
