@@ -26,6 +26,7 @@ COMMANDS = {
     "run": ("edge_transformer.cli.run", "Answer one prompt."),
     "trace": ("edge_transformer.cli.trace", "Record what a GPU does while it answers one prompt."),
     "chat": ("edge_transformer.cli.chat", "Talk with a model, turn by turn."),
+    "serve": ("edge_transformer.cli.serve", "Serve a model over HTTP, as OpenAI's interface."),
     "info": ("edge_transformer.cli.info", "Say what a model is and whether it can run, without loading it."),
     "quantize": ("edge_transformer.cli.quantize", "Make a smaller model of int8 or int4 weights."),
     "pull": ("edge_transformer.cli.pull", "Download a model, or bring it up to date."),

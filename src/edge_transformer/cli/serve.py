@@ -1,0 +1,92 @@
+"""`ete serve`: the HTTP server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from edge_transformer.cli.console import note, progress_bar, size
+from edge_transformer.cli.options import Size, engine_options, load_model
+
+
+@click.command("serve", short_help="Serve a model over HTTP, as OpenAI's interface.")
+@click.argument("model")
+@click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 is a free one."
+)
+@click.option("--name", metavar="NAME", help="The model's name for clients (default: MODEL).")
+@click.option(
+    "--parallel",
+    metavar="N",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Answers made at once; more requests wait.",
+)
+@click.option(
+    "--pass-tokens",
+    metavar="N",
+    type=click.IntRange(64),
+    default=256,
+    show_default=True,
+    help="Prompt tokens in one pass while other answers are being made: fewer delay them less, more read prompts "
+    "faster.",
+)
+@click.option(
+    "--queue", metavar="N", type=click.IntRange(1), default=256, show_default=True, help="Requests that may wait."
+)
+@click.option(
+    "--kv-budget",
+    metavar="SIZE",
+    type=Size(),
+    help="Memory for the KV caches of all answers together, such as 2GiB (default: half of what is available).",
+)
+@click.option(
+    "--drain-seconds",
+    metavar="S",
+    type=click.FloatRange(1),
+    default=30.0,
+    show_default=True,
+    help="After SIGTERM: how long answers in the making may take to end.",
+)
+@engine_options
+def command(
+    model: str,
+    host: str,
+    port: int,
+    name: str | None,
+    parallel: int,
+    pass_tokens: int,
+    queue: int,
+    kv_budget: int | None,
+    drain_seconds: float,
+    **options: Any,
+) -> None:
+    """Serve MODEL (a folder, a .gguf file, a hub id, or `demo`) over HTTP.
+
+    Clients of OpenAI's interface use the address with /v1 at its end. SIGTERM or Ctrl-C ends the server after the
+    answers in the making; a second one ends it at once.
+    """
+    from edge_transformer.engine.scheduler import Limits
+    from edge_transformer.server.app import AppSettings, make_app
+    from edge_transformer.server.run import serve
+    from edge_transformer.server.service import Service
+
+    def open_model() -> Any:
+        with progress_bar() as progress:
+            return load_model(model, options, progress)
+
+    limits = Limits(sequences=parallel, pass_tokens=pass_tokens, queue=queue)
+    service = Service(open_model, name or model, limits, lambda llm: _kv_budget(llm, kv_budget))
+    app = make_app(service, AppSettings())
+    serve(app, service, host, port, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
+
+
+def _kv_budget(llm: Any, asked: int | None) -> int:
+    from edge_transformer.cli.expectation import available_memory
+
+    budget = available_memory() // 2 if asked is None else asked
+    note(f"KV caches: up to {size(budget)}")
+    return budget

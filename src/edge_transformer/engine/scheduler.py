@@ -1,0 +1,506 @@
+"""Continuous batching: many requests, one thread, one pass after the other over the weights.
+
+A pass holds the next token of every answer in the making and, under a budget of rows, pieces of the prompts that are
+still being read; requests join and leave between passes. Text does not depend on who shares a pass (rows are computed
+alike whatever their neighbours are, and draws are a function of seed and position), so a request whose memory is taken
+away for an older one is computed again later, to the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from edge_transformer.engine.answer import Answer, Constraint, Piece
+from edge_transformer.engine.core import CHUNK_BORDER, Chunk, Engine
+from edge_transformer.engine.kv_budget import BudgetedTileMemory
+from edge_transformer.engine.prefix_cache import PrefixCache
+from edge_transformer.engine.recurrent import CHECKPOINT_BORDER
+from edge_transformer.engine.sampling import GenerationConfig
+from edge_transformer.engine.scheduler_statistics import SchedulerStatistics
+from edge_transformer.engine.sequence import Sequence as EngineSequence
+from edge_transformer.errors import CapacityError, EdgeTransformerError, UsageError
+
+if TYPE_CHECKING:
+    from edge_transformer.text.tokenizer import Tokenizer
+
+RECOMPUTED_ROWS = 32
+"""Rows of a pass at most that repeat tokens an answer had before its memory was taken away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """sequences: answers in the making at once. pass_tokens: prompt tokens in a pass while others' answers are in the
+    making (a multiple of CHUNK_BORDER); it bounds by how much a prompt delays them. queue: requests that wait at most.
+    """
+
+    sequences: int = 16
+    pass_tokens: int = 256
+    queue: int = 256
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1 or self.queue < 1:
+            raise UsageError(f"limits of {self.sequences} sequences and {self.queue} waiting; each must be 1 or more")
+        if self.pass_tokens < CHUNK_BORDER:
+            raise UsageError(f"pass_tokens is {self.pass_tokens}; allowed: {CHUNK_BORDER} or more")
+
+
+class QueueFullError(EdgeTransformerError):
+    """As many requests wait as may."""
+
+
+class StoppedError(EdgeTransformerError):
+    """The scheduler has been stopped, or its engine has failed."""
+
+
+class Listener(Protocol):
+    """Hears what becomes of a request, in the scheduler's thread; must return soon. After `failed`, or `piece` with a
+    finish reason for every choice, it hears no more; nor after a cancellation.
+    """
+
+    def progress(self, done: int, cached: int, total: int) -> None:
+        """`done` of `total` prompt tokens are processed, `cached` of them were found from an earlier request."""
+        ...
+
+    def piece(self, choice: int, piece: Piece) -> None: ...
+
+    def failed(self, error: Exception) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """seeds: one per choice (answer). constraints: for each choice what may come next, or nothing."""
+
+    prompt_ids: Sequence[int]
+    config: GenerationConfig
+    seeds: Sequence[int]
+    listener: Listener
+    constraints: Sequence[Constraint] = ()
+    submitted: float = field(default_factory=time.perf_counter)
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """One choice of a request. `number` orders by arrival. A request's first choice reads the prompt for all
+    (`others` then join with their own copies of its sequence).
+    """
+
+    request: Request
+    answer: Answer
+    choice: int
+    number: int
+    others: list[_Live]
+    sequence: EngineSequence | None = None
+    cached: int = 0
+    last_token: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that there are: the prompt's and the answer's."""
+        return len(self.request.prompt_ids) + len(self.answer.ids)
+
+    @property
+    def in_prompt(self) -> bool:
+        return self.sequence is None or len(self.sequence) < len(self.request.prompt_ids)
+
+
+class Scheduler:
+    """Runs requests on an engine that nobody else uses. `failure` is what ended it, where something did."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        end_token_ids: Sequence[int],
+        context_length: int,
+        limits: Limits,
+        kv_budget_bytes: int,
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """kv_budget_bytes: what KV caches may take together. failed: called, in the scheduler's thread, when the engine
+        has failed; the requests there were have been told then, and none is taken any more.
+
+        Raises UsageError when the budget does not hold one sequence of `context_length`, or more sequences are to run
+        than a pass has rows.
+        """
+        self.statistics = SchedulerStatistics()
+        self.failure: Exception | None = None
+        self.limits = limits
+        self.memory = BudgetedTileMemory(engine.state_shape.memory, kv_budget_bytes)
+        engine.state_shape.memory = self.memory
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._end_token_ids = tuple(end_token_ids)
+        self._context_length = context_length
+        self._failed = failed
+        self._check_limits()
+        self._cache = PrefixCache()
+        self._live: list[_Live] = []
+        self._waiting: deque[_Live] = deque()
+        self._numbers = 0
+        self._tolerant = False
+        self._stopping = False
+        self._arrived: list[Request] = []
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="ete-scheduler", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> int:
+        """Answers in the making."""
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        """Requests, and choices of requests, that wait."""
+        return len(self._arrived) + len(self._waiting)
+
+    @property
+    def kept_prefixes(self) -> int:
+        return len(self._cache)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises UsageError (more choices than run at once), QueueFullError, StoppedError."""
+        if len(request.seeds) > self.limits.sequences:
+            raise UsageError(f"n is {len(request.seeds)}; this server makes {self.limits.sequences} answers at once")
+        with self._wake:
+            if self._stopping or self.failure is not None:
+                raise StoppedError("the engine is not running")
+            if self.waiting >= self.limits.queue:
+                raise QueueFullError(f"{self.limits.queue} requests are waiting already; try again later")
+            self._arrived.append(request)
+            self._wake.notify()
+
+    def cancel(self, request: Request) -> None:
+        """End a request; a pass of its rows is left at the next layer. Its listener hears no more of it."""
+        with self._wake:
+            request.cancelled = True
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End the thread after the layer it is in; requests that are left fail with StoppedError."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_limits(self) -> None:
+        most = self._engine.max_rows - CHUNK_BORDER
+        if self.limits.sequences > most:
+            raise UsageError(f"{self.limits.sequences} sequences do not fit into a pass; allowed: {most} or fewer")
+        needed = context_bytes(self._engine, self._context_length)
+        if needed > self.memory.budget_bytes:
+            raise UsageError(
+                f"one context of {self._context_length} tokens needs {needed} bytes of KV cache; the budget "
+                f"(--kv-budget) is {self.memory.budget_bytes}: raise it or shorten the context (--ctx)"
+            )
+
+    def _run(self) -> None:
+        try:
+            while self._next_round():
+                pass
+            self._end(StoppedError("the server is shutting down"))
+        except Exception as error:  # noqa: BLE001 - whatever it is, requests must hear of it and the server live on
+            self._end(error)
+            if self._failed is not None:
+                self._failed(error)
+
+    def _end(self, error: Exception) -> None:
+        """Tell all requests, and give their memory back."""
+        with self._wake:
+            self.failure = error
+            arrived, self._arrived = self._arrived, []
+        requests = dict.fromkeys([*(live.request for live in (*self._live, *self._waiting)), *arrived])
+        for live in (*self._live, *self._waiting):
+            self._close(live)
+        self._live.clear()
+        self._waiting.clear()
+        self._cache.clear()
+        for request in requests:
+            if not request.cancelled:
+                request.listener.failed(error)
+
+    def _next_round(self) -> bool:
+        """One pass, or a wait for something to do; False when the thread is to end."""
+        with self._wake:
+            while not (self._stopping or self._arrived or self._waiting or self._live):
+                self._wake.wait()
+            if self._stopping:
+                return False
+            arrived, self._arrived = self._arrived, []
+        for request in arrived:
+            self._waiting.append(self._first_choice(request))
+        self._drop_cancelled()
+        self._admit()
+        chunks = self._chunks()
+        if chunks:
+            self._pass(chunks)
+        return True
+
+    def _first_choice(self, request: Request) -> _Live:
+        choices = []
+        for choice, seed in enumerate(request.seeds):
+            answer = Answer(
+                self._tokenizer,
+                request.prompt_ids,
+                self._end_token_ids,
+                request.config,
+                self._context_length,
+                seed,
+                request.constraints[choice] if request.constraints else None,
+            )
+            self._numbers += 1
+            choices.append(_Live(request, answer, choice, self._numbers, []))
+        choices[0].others = choices[1:]
+        return choices[0]
+
+    def _drop_cancelled(self) -> None:
+        for live in [live for live in self._live if live.request.cancelled]:
+            self._leave(live)
+        if any(live.request.cancelled for live in self._waiting):
+            self.statistics.cancelled += len({id(w.request) for w in self._waiting if w.request.cancelled})
+            self._waiting = deque(live for live in self._waiting if not live.request.cancelled)
+
+    def _leave(self, live: _Live) -> None:
+        """A choice ends: its prompt's state is kept for requests to come."""
+        self._live.remove(live)
+        if live.request.cancelled and live.choice == 0:
+            self.statistics.cancelled += 1
+        if live.sequence is not None:
+            self._cache.keep(live.sequence)
+            live.sequence = None
+
+    def _admit(self) -> None:
+        """Let requests in, oldest first, while there is room for their answers and, as it looks, for their state."""
+        while self._waiting:
+            live = self._waiting[0]
+            if len(self._live) + self._reserved() + 1 + len(live.others) > self.limits.sequences:
+                return
+            tokens = live.request.prompt_ids
+            running = [other.sequence for other in self._live if other.sequence is not None]
+            sequence = self._cache.take(tokens, running) or self._engine.new_sequence()
+            if self._live and not self._make_room(self._needed(live) - sequence.held_bytes):
+                sequence.close()
+                return
+            self._waiting.popleft()
+            live.sequence = sequence
+            if not live.answer.ids:
+                live.cached = len(live.sequence)
+                self.statistics.cached_tokens += live.cached
+            self._live.append(live)
+
+    def _needed(self, live: _Live) -> int:
+        """Bytes to have free before `live` comes in: its own, and the next tiles of those that run."""
+        one_tile = context_bytes(self._engine, 1)
+        return context_bytes(self._engine, live.tokens + 1) + len(self._live) * one_tile
+
+    def _reserved(self) -> int:
+        """Choices that will join once their prompt is read."""
+        return sum(len(live.others) for live in self._live)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` are free, if need be after kept prefixes have been given up."""
+        while self.memory.used_bytes + nbytes > self.memory.budget_bytes:
+            if not self._cache.evict():
+                return False
+        return True
+
+    def _chunks(self) -> list[tuple[_Live, Chunk]]:
+        """Rows of the next pass, with memory for each of them."""
+        wanted = [live for live in self._live if not live.in_prompt]
+        rows = 0
+        planned: list[tuple[_Live, int]] = []
+        recompute = RECOMPUTED_ROWS
+        for live in wanted:
+            missing = live.tokens - _length(live)
+            count = 1 if missing == 1 else min(missing, max(recompute, 1))
+            recompute -= count if missing > 1 else 0
+            planned.append((live, count))
+            rows += count
+        budget = self._engine.max_rows - rows
+        if wanted:
+            budget = min(budget, self.limits.pass_tokens)
+        planned += self._prompt_pieces(budget)
+        planned.sort(key=lambda item: item[0].number)
+        prepared = []
+        for live, count in planned:
+            if self._prepare(live, count):
+                prepared.append((live, count))
+        # An older one may have taken the memory of a younger one that was prepared before it.
+        return [(live, self._chunk(live, count)) for live, count in prepared if live.sequence is not None]
+
+    def _prompt_pieces(self, budget: int) -> list[tuple[_Live, int]]:
+        """Half of the budget is for the oldest prompt that is being read, so that it gets on; the other half for the
+        shortest ones, so that they do not wait for it.
+        """
+        reading = [live for live in self._live if live.in_prompt]
+        if not reading or budget < CHUNK_BORDER:
+            return []
+        oldest, *others = reading
+        left = budget - max(CHUNK_BORDER, budget // 2)
+        pieces = []
+        for live in sorted(others, key=lambda other: len(other.request.prompt_ids) - _length(other)):
+            if left < CHUNK_BORDER:
+                break
+            count = self._piece_length(live, left)
+            pieces.append((live, count))
+            left -= count
+            budget -= count
+        return [(oldest, self._piece_length(oldest, budget)), *pieces]
+
+    def _piece_length(self, live: _Live, share: int) -> int:
+        """How many prompt tokens `live` takes: its share, cut at an absolute border, or the rest of the prompt."""
+        position, total = _length(live), len(live.request.prompt_ids)
+        count = total - position
+        if count > share:
+            border = (position + share) // CHUNK_BORDER * CHUNK_BORDER
+            count = border - position if border > position else share
+        if self._engine.state_shape.recurrent is not None:
+            last_border = total // CHECKPOINT_BORDER * CHECKPOINT_BORDER
+            if position < last_border:
+                count = min(count, last_border - position)
+        return count
+
+    def _chunk(self, live: _Live, count: int) -> Chunk:
+        assert live.sequence is not None
+        start = len(live.sequence)
+        prompt = live.request.prompt_ids
+        if start < len(prompt):
+            tokens, kind = prompt[start : start + count], "prompt"
+        else:
+            tokens, kind = live.answer.ids[start - len(prompt) : start - len(prompt) + count], "decode"
+        last = "last" if start + count == live.tokens else "none"
+        return Chunk(live.sequence, tokens, kind, last)  # type: ignore[arg-type]
+
+    def _prepare(self, live: _Live, count: int) -> bool:
+        """Have memory for `count` more tokens: kept prefixes give way, then the youngest answers. False when `live`
+        itself had to.
+        """
+        while live.sequence is not None:
+            try:
+                live.sequence.prepare(count)
+            except CapacityError:
+                if self._cache.evict():
+                    continue
+                youngest = max(self._live, key=lambda other: other.number)
+                if youngest is live and len(self._live) == 1:
+                    raise
+                self._preempt(youngest)
+            else:
+                return True
+        return False
+
+    def _preempt(self, live: _Live) -> None:
+        """Take a choice's memory; it goes on later where it is now, ahead of those that came after it."""
+        self.statistics.preemptions += 1
+        self._live.remove(live)
+        self._close(live)
+        self._waiting.appendleft(live)
+
+    def _pass(self, chunks: list[tuple[_Live, Chunk]]) -> None:
+        statistics, started = self.statistics, time.perf_counter()
+        engine = self._engine
+        with engine.lock:
+            result = engine.step([chunk for _, chunk in chunks], lambda: self._give_up(chunks))
+            if result is None:
+                statistics.passes_given_up += 1
+                self._tolerant = True
+                return
+            self._tolerant = False
+            statistics.count_pass(chunks_rows(chunks, "prompt"), chunks_rows(chunks, "decode"), len(chunks))
+            self._after_prompts(chunks)
+            for rows, logits in result.blocks():
+                for (index, _), row in zip(rows, logits, strict=True):
+                    self._take_token(chunks[index][0], row)
+        statistics.pass_seconds.add(time.perf_counter() - started)
+
+    def _give_up(self, chunks: list[tuple[_Live, Chunk]]) -> bool:
+        """Asked between layers. A pass is left when the scheduler stops, when nobody waits for it any more, or when a
+        prompt in it is not wanted any more, which would hold up the others; but not twice in a row for that, so that
+        those who come and go do not keep the others from getting on.
+        """
+        if self._stopping:
+            return True
+        if all(live.request.cancelled for live, _ in chunks):
+            return True
+        if self._tolerant or self._engine.state_shape.recurrent is not None:
+            return False
+        return any(live.request.cancelled for live, chunk in chunks if chunk.kind == "prompt")
+
+    def _after_prompts(self, chunks: list[tuple[_Live, Chunk]]) -> None:
+        for live, chunk in chunks:
+            if chunk.kind != "prompt" or live.request.cancelled:
+                continue
+            sequence, total = chunk.sequence, len(live.request.prompt_ids)
+            if sequence.recurrent is not None and len(sequence) == total // CHECKPOINT_BORDER * CHECKPOINT_BORDER:
+                sequence.checkpoint()
+            if not live.answer.ids:
+                live.request.listener.progress(len(sequence), live.cached, total)
+
+    def _take_token(self, live: _Live, logits: object) -> None:
+        """The next token of a choice, and of those that wait for the same prompt."""
+        others, live.others = live.others, []
+        for other in others:
+            assert live.sequence is not None
+            other.sequence = live.sequence.fork()
+            self._live.append(other)
+        for choice in (live, *others):
+            if choice.request.cancelled:
+                continue
+            try:
+                piece = choice.answer.push(logits)  # type: ignore[arg-type]
+            except UsageError as error:
+                self._refuse(choice.request, error)
+                return
+            self._count_token(choice)
+            choice.request.listener.piece(choice.choice, piece)
+            if piece.finish_reason is not None:
+                self._leave(choice)
+
+    def _count_token(self, live: _Live) -> None:
+        now = time.perf_counter()
+        if len(live.answer.ids) == 1:
+            self.statistics.first_token_seconds.add(now - live.request.submitted)
+        else:
+            self.statistics.token_seconds.add(now - live.last_token)
+        live.last_token = now
+        self.statistics.answer_tokens += 1
+
+    def _refuse(self, request: Request, error: EdgeTransformerError) -> None:
+        """A request's own fault ends it, and no other."""
+        request.cancelled = True
+        request.listener.failed(error)
+
+    def _close(self, live: _Live) -> None:
+        if live.sequence is not None:
+            live.sequence.close()
+            live.sequence = None
+
+
+def context_bytes(engine: Engine, tokens: int) -> int:
+    """Bytes of KV tiles that a sequence of `tokens` tokens holds at most, and of its recurrent state."""
+    from edge_transformer.ops.batch import KV_TILE_POSITIONS
+
+    total = 0
+    for layer in engine.state_shape.layers:
+        tiles = -(-tokens // KV_TILE_POSITIONS)
+        if layer.window is not None:
+            tiles = min(tiles, (layer.window + engine.max_rows - 2) // KV_TILE_POSITIONS + 2)
+        run = layer.run_tiles(engine.state_shape.memory.run_bytes) if engine.state_shape.memory.run_bytes > 1 else 1
+        total += -(-tiles // run) * run * layer.tile_bytes
+    return total
+
+
+def chunks_rows(chunks: Sequence[tuple[_Live, Chunk]], kind: str) -> int:
+    """Rows of this kind."""
+    return sum(len(chunk.tokens) for _, chunk in chunks if chunk.kind == kind)
+
+
+def _length(live: _Live) -> int:
+    return 0 if live.sequence is None else len(live.sequence)

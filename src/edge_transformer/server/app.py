@@ -1,0 +1,163 @@
+"""The routes, and what they have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from edge_transformer.server.chat import ChatCompletion
+from edge_transformer.server.chat_prompt import chat_prompt
+from edge_transformer.server.completion import Completion, completion_prompts
+from edge_transformer.server.delivery import EventStream, WholeAnswer
+from edge_transformer.server.errors import ApiError, invalid, of_error
+from edge_transformer.server.parameters import read_request
+from edge_transformer.server.schema import ChatRequest, CompletionRequest, Sampling
+from edge_transformer.server.service import Service
+
+BODY_SECONDS = 30.0
+"""A request's body must be there by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppSettings:
+    """max_body_bytes: larger bodies are refused."""
+
+    max_body_bytes: int = 16 << 20
+
+
+class App:
+    """The endpoints over one service."""
+
+    def __init__(self, service: Service, settings: AppSettings) -> None:
+        self.service = service
+        self.settings = settings
+
+    async def chat(self, request: Request) -> Response:
+        asked: ChatRequest = read_request(await self._body(request), ChatRequest)
+        self._check(asked)
+        running = self.service.running
+        prompt = await to_thread.run_sync(chat_prompt, running.llm, asked)
+        completion = ChatCompletion(running, asked, prompt, self.service.name)
+        if asked.stream:
+            return EventStream(completion.chunks, completion.job.leave)
+        return WholeAnswer(completion.whole, completion.job.leave)
+
+    async def completion(self, request: Request) -> Response:
+        asked: CompletionRequest = read_request(await self._body(request), CompletionRequest)
+        self._check(asked)
+        running = self.service.running
+        prompts = await to_thread.run_sync(completion_prompts, running.llm, asked)
+        completion = Completion(running, asked, prompts, self.service.name)
+        if asked.stream:
+            return EventStream(completion.chunks, completion.job.leave)
+        return WholeAnswer(completion.whole, completion.job.leave)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self.service.name:
+            raise _no_model(name, self.service.name)
+        return JSONResponse(self._model())
+
+    async def health(self, request: Request) -> Response:
+        service = self.service
+        status = "ok" if service.ready else "draining" if service.draining else "restarting"
+        body: dict[str, Any] = {"status": status}
+        if service.reason is not None:
+            body["reason"] = service.reason
+        return JSONResponse(body, 200 if service.ready else 503)
+
+    def _model(self) -> dict[str, Any]:
+        running = self.service.newest
+        context = None if running is None else running.llm.context_length
+        return {
+            "id": self.service.name,
+            "object": "model",
+            "created": self.service.created,
+            "owned_by": "edge-transformer-engine",
+            "max_model_len": context,
+        }
+
+    def _check(self, asked: Sampling) -> None:
+        if asked.model != self.service.name:
+            raise _no_model(asked.model, self.service.name)
+        if asked.stream_options is not None and not asked.stream:
+            raise invalid("stream_options needs stream: true", "stream_options")
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self.settings.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than the {limit} bytes accepted", code="body_too_large")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError as error:
+            raise ApiError(408, f"the body was not there within {BODY_SECONDS:.0f} seconds", code="timeout") from error
+        return bytes(body)
+
+
+def make_app(service: Service, settings: AppSettings) -> Starlette:
+    """The ASGI application."""
+    app = App(service, settings)
+    routes = [
+        Route("/v1/chat/completions", _answering(app.chat), methods=["POST"]),
+        Route("/v1/completions", _answering(app.completion), methods=["POST"]),
+        Route("/v1/models", _answering(app.models), methods=["GET"]),
+        Route("/v1/models/{name:path}", _answering(app.model), methods=["GET"]),
+        Route("/health", _answering(app.health), methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+
+def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint, with errors as answers in OpenAI's shape."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except Exception as error:  # noqa: BLE001 - told to the client, whatever it is
+            return error_response(of_error(error))
+
+    return answer
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    if error.status in (408, 413):
+        headers["connection"] = "close"  # what is left of the body is not read
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What Starlette refuses by itself: unknown paths and methods."""
+    if not isinstance(error, HTTPException):
+        raise error
+    what = f"{request.method} {request.url.path}"
+    message = f"{what}: no such path" if error.status_code == 404 else f"{what}: {error.detail}"
+    response = error_response(ApiError(error.status_code, message))
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response
+
+
+def _no_model(asked: str, served: str) -> ApiError:
+    return ApiError(
+        404, f"there is no model {asked!r} here; this server has {served!r}", param="model", code="model_not_found"
+    )

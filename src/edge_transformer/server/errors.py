@@ -1,0 +1,68 @@
+"""Errors in the shape of OpenAI's: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from edge_transformer.engine.scheduler import QueueFullError, StoppedError
+from edge_transformer.errors import CapacityError, ContextLengthError, EdgeTransformerError, TextError, UsageError
+
+
+class ApiError(Exception):
+    """An answer other than success. param: the field at fault. code: what a program can tell errors apart by."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's word for the class of errors."""
+        if self.status == 401:
+            return "authentication_error"
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    @property
+    def body(self) -> dict[str, object]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that is at fault itself."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, why: str = "this server does not support it") -> ApiError:
+    """A field whose effect the server cannot give."""
+    return invalid(f"{param}: {why}; leave it out", param, "unsupported_parameter")
+
+
+def of_error(error: Exception) -> ApiError:
+    """What a client is told of an error of the engine."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextLengthError):
+        return invalid(str(error), "messages", "context_length_exceeded")
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", retry_after=5)
+    if isinstance(error, StoppedError):
+        return ApiError(503, str(error), code="engine_unavailable", retry_after=5)
+    if isinstance(error, CapacityError):
+        return ApiError(503, str(error), code="out_of_memory", retry_after=5)
+    if isinstance(error, UsageError | TextError):
+        return invalid(str(error))
+    if isinstance(error, EdgeTransformerError):
+        return ApiError(500, str(error), code="engine_error")
+    return ApiError(500, f"the engine failed: {type(error).__name__}: {error}", code="engine_error")

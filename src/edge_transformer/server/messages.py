@@ -1,0 +1,67 @@
+"""Messages of a request as chat templates read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from edge_transformer.server.errors import invalid
+from edge_transformer.server.schema import Message, ToolCall
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Plain mappings. A developer's message is a system message; parts of a content become one text; arguments of tool
+    calls become objects. Raises ApiError naming the part that is not supported.
+    """
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain(message: Message, where: str) -> dict[str, Any]:
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            raise invalid(f"{where}.{name} is not supported", f"{where}.{name}", "unsupported_parameter")
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message, where),
+    }
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise invalid(f"{where}.tool_calls: only an assistant calls tools", f"{where}.tool_calls")
+        plain["tool_calls"] = [_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(message.tool_calls)]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _text(message: Message, where: str) -> str:
+    if message.content is None:
+        if message.role != "assistant":
+            raise invalid(f"{where}.content is missing", f"{where}.content")
+        return message.refusal or ""
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for index, part in enumerate(message.content):
+        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
+        if text is None:
+            raise invalid(
+                f"{where}.content[{index}] is of type {part.type!r}; this server reads parts of type 'text' only",
+                f"{where}.content[{index}].type",
+                "unsupported_content",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"{where}.function.arguments is no JSON: {error}", f"{where}.function.arguments") from error
+    return {"type": "function", "id": call.id, "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,0 +1,128 @@
+"""From the fields of a request to the engine's settings."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from edge_transformer.engine.sampling import GenerationConfig
+from edge_transformer.server.errors import ApiError, invalid
+from edge_transformer.server.schema import ChatRequest, CompletionRequest, Sampling
+
+SMALLEST_TOP_P = 1e-30
+_MASK = 2**64 - 1
+
+
+def read_request(body: bytes, kind: type[Any]) -> Any:
+    """`body` as a request of this kind. Raises ApiError that names the field at fault."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        param = _path(text)
+        code = "unknown_parameter" if "unknown field" in text else "invalid_value"
+        raise invalid(text, param, code) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is no valid JSON: {error}", None, "invalid_json") from error
+    except RecursionError as error:
+        raise invalid("the body is nested too deeply", None, "invalid_json") from error
+
+
+def generation_config(request: Sampling, max_tokens: int | None, logprobs: int | None, vocabulary: int) -> Any:
+    """The engine's settings. Fields that were left out have OpenAI's defaults: temperature 1, no truncation."""
+    return GenerationConfig(
+        max_tokens=max_tokens,
+        temperature=_or(request.temperature, 1.0),
+        top_k=max(_or(request.top_k, 0), 0),
+        top_p=max(_or(request.top_p, 1.0), SMALLEST_TOP_P),
+        min_p=_or(request.min_p, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(request, vocabulary),
+        stop=_stop(request),
+        logprobs=logprobs,
+        ignore_eos=bool(request.ignore_eos),
+    )
+
+
+def seeds(request: Sampling, choices: int) -> list[int]:
+    """One per choice: the first is the request's own, the others are mixed from it."""
+    seed = int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed & _MASK
+    return [seed] + [_mixed(seed, index) for index in range(1, choices)]
+
+
+def chat_max_tokens(request: ChatRequest) -> int | None:
+    """The limit under either of its names. Raises ApiError when they contradict each other."""
+    limits = {limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None}
+    if len(limits) > 1:
+        raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+    return next(iter(limits), None)
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts, one or many, each a text or token ids. Raises ApiError for a mixture."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    if any(isinstance(item, int) for item in prompt):
+        raise invalid("prompt mixes tokens with texts; give a text, a list of texts, or lists of tokens", "prompt")
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+def refuse_set(request: Any, names: tuple[str, ...]) -> None:
+    """Raises ApiError naming the first of these fields that is neither left out nor null."""
+    for name in names:
+        if getattr(request, name) is not None:
+            raise invalid(f"{name} is not supported by this server; leave it out", name, "unsupported_parameter")
+
+
+def too_long(tokens: int, context_length: int, param: str) -> ApiError:
+    """The prompt leaves no room for an answer."""
+    return invalid(
+        f"This model's maximum context length is {context_length} tokens, for prompt and answer together; the prompt "
+        f"has {tokens}. Shorten it.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _stop(request: Sampling) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def _logit_bias(request: Sampling, vocabulary: int) -> dict[int, float]:
+    biases = {}
+    for name, bias in (request.logit_bias or {}).items():
+        if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= vocabulary:
+            raise invalid(f"logit_bias names {name!r}; this model's tokens are 0 to {vocabulary - 1}", "logit_bias")
+        biases[int(name)] = bias
+    return biases
+
+
+def _mixed(seed: int, index: int) -> int:
+    """A seed of its own for each index (the finalizer of splitmix64, Steele et al. 2014)."""
+    value = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+def _path(text: str) -> str | None:
+    """The field a message of msgspec's speaks of: `foo`, `messages[0].content`."""
+    path = text.rpartition("at `$.")[2].rstrip("`") if "at `$." in text else ""
+    for mark in ("unknown field `", "missing required field `"):
+        if mark in text:
+            name = text.partition(mark)[2].partition("`")[0]
+            path = f"{path}.{name}" if path else name
+    return path or None
