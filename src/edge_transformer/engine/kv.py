@@ -237,10 +237,11 @@ class LayerTiles:
 
     def _unshare(self, index: int) -> None:
         old = self._slots[index]
-        self._shared.discard(index)
         if old is None or old.run.references == 1:
+            self._shared.discard(index)
             return
-        new = self._take()
+        new = self._take()  # where this is refused the tile stays shared
+        self._shared.discard(index)
         self.memory.copy(new.address, old.address, self.geometry.tile_bytes)
         self._slots[index] = new
         _release(old.run)
