@@ -308,7 +308,7 @@ void quantize_row(const float* x, int64_t cols, const QuantizedRows& to, int64_t
     return all > 0 ? reduce_add(dot) / all : 0.0f;
   };
   constexpr int kSteps = 24;
-  for (int i = 0; i <= kSteps; ++i) consider(largest / 127 * (0.4f + 0.625f * float(i) / kSteps));
+  for (int i = 0; i <= kSteps; ++i) consider(largest / 127 * (0.4f + 0.6f * float(i) / kSteps));
   for (int i = 0; i < kFits; ++i) consider(consider(best));
   make_codes(x, cols, best, 0, kSignedByte, codes, sums);
   pack_bytes(codes, cols, to.plane[0] + row * to.row_pitch[0]);

@@ -7,6 +7,7 @@ is in memory for each thread, and of the source the tensor at hand.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,9 +25,10 @@ from edge_transformer.cpu.settings import cpu_settings
 from edge_transformer.engine.quantize_journal import Journal
 from edge_transformer.engine.quantize_plan import Item, Quantization, QuantizationPlan, plan_quantization
 from edge_transformer.engine.weights import row_order
-from edge_transformer.errors import FormatError, UsageError
+from edge_transformer.errors import UsageError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.file_names import SINGLE_FILE
+from edge_transformer.formats.gguf import split_paths
 from edge_transformer.formats.gguf_reader import metadata_section
 from edge_transformer.formats.json_file import read_settings
 from edge_transformer.formats.mapping import MappedModelFile
@@ -134,7 +136,7 @@ def quantize_model(
         with Journal(partial, _identity(checkpoint, plan, choice)) as journal:
             errors = _write_weights(plan, partial / SINGLE_FILE, journal, settings.threads, settings.isa, progress)
             report = _report(out, choice, plan, errors)
-            _write_settings(checkpoint, choice, partial)
+            _write_settings(source, checkpoint, choice, partial)
             _write_text(partial / REPORT_FILE, json.dumps(report.as_json(), indent=1) + "\n")
             journal.remove()
         os.rename(partial, out)
@@ -289,15 +291,13 @@ def _report(
     return QuantizationReport(out, choice, tensors, plan.left_out, plan.source_bytes, plan.file.nbytes)
 
 
-def _write_settings(checkpoint: Checkpoint, choice: Quantization, folder: Path) -> None:
+def _write_settings(source: Path, checkpoint: Checkpoint, choice: Quantization, folder: Path) -> None:
     """What is beside the weights: config.json, tokenizer, chat template, licences; or the metadata of a GGUF file."""
     if checkpoint.container == "gguf":
-        file = next(iter(checkpoint.tensors.values())).file
-        if not isinstance(file, MappedModelFile):
-            raise FormatError(file.path, "is no file of this program")
-        (folder / METADATA_FILE).write_bytes(metadata_section(file))
-        if checkpoint.path.is_dir():
-            _copy(checkpoint.path, folder, _licences(checkpoint.path))
+        with contextlib.closing(MappedModelFile(split_paths(checkpoint.path)[0])) as file:
+            (folder / METADATA_FILE).write_bytes(metadata_section(file))
+        if source.is_dir():
+            _copy(source, folder, _licences(source))
         return
     origin = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     config = read_settings(origin / "config.json")
