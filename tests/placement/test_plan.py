@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_transformer.errors import CapacityError, UsageError
-from edge_transformer.placement.plan import Demand, HeadPlace, KvPlace, Wishes, make_plan, smallest_plan, spread
+from edge_transformer.placement.plan import Demand, HeadPlace, KvPlace, Rates, Wishes, make_plan, smallest_plan, spread
 
 MIB = 2**20
 DEMAND = Demand(
@@ -117,14 +117,39 @@ def test_wishes_out_of_range(wishes: Wishes, words: str) -> None:
         make_plan(DEMAND, wishes)
 
 
-def test_a_streamed_output_projection_costs_no_arena_where_layers_are_streamed() -> None:
-    """Slots of 40 MiB: 50 MiB of rows of 1 KiB in two blocks of 25 MiB."""
-    on_cpu = make_plan(DEMAND, Wishes(1024 * MIB, resident_layers=0, kv_offload=True, head=HeadPlace.CPU))
-    for budget in (1024 * MIB, on_cpu.arena_bytes):
-        plan = make_plan(DEMAND, Wishes(budget, resident_layers=0, kv_offload=True, head=HeadPlace.STREAMED))
-        assert plan.arena_bytes == on_cpu.arena_bytes
-        assert plan.streamed_bytes == on_cpu.streamed_bytes + 50 * MIB
-        assert plan.head_block_rows == (25 * 1024 if plan.unit_layers else 17088)  # a third, to a multiple of 64
+@pytest.mark.parametrize(
+    ("bus", "slot", "block_rows"),
+    [
+        (25e9, 20 * MIB, 17088),  # a third, to a multiple of 64
+        (100e9, 40 * MIB, 25 * 1024),  # two slots of 20 MiB are full in 0.42 ms, before the next token begins
+    ],
+)
+def test_a_streamed_output_projection_costs_no_arena_where_layers_are_streamed(
+    bus: float, slot: int, block_rows: int
+) -> None:
+    wishes = Wishes(1024 * MIB, resident_layers=0, kv_offload=True, head=HeadPlace.STREAMED)
+    plan = make_plan(DEMAND, wishes, Rates(bus, 1e9))
+    assert plan.arena_bytes == 2 * slot + 2 * 4 * MIB + 5 * MIB + 1024
+    assert plan.streamed_bytes == (8 * 40 + 50) * MIB
+    assert plan.head_block_rows == block_rows
+
+
+@pytest.mark.parametrize(
+    ("host_head", "place"),
+    # At 50 GB/s 320 MiB of layers take 6.71 ms, the streamed projection 1.05; two slots of layers are full in 1.68.
+    [
+        (20e9, HeadPlace.STREAMED),  # on the CPU 2.62 ms, of which 0.94 are not hidden: 7.65, and the margin: 8.04
+        (25e9, HeadPlace.CPU),  # 2.10 and 0.42: 7.13, and the margin: 7.49
+        (100e9, HeadPlace.CPU),
+        (1e9, HeadPlace.STREAMED),
+    ],
+)
+def test_the_output_projection_goes_where_a_token_takes_least(host_head: float, place: HeadPlace) -> None:
+    wishes = Wishes(100 * MIB, resident_layers=0, kv_offload=True)
+    plan = make_plan(DEMAND, wishes, Rates(50e9, host_head))
+    assert plan.head is place
+    if host_head == 25e9:
+        assert plan.unit_layers  # larger slots hide more of it
 
 
 def test_a_streamed_output_projection_alone_has_two_slots_of_its_own() -> None:

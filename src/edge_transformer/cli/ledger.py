@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from edge_transformer.cli.console import size
 
 if TYPE_CHECKING:
-    from edge_transformer.placement.plan import Plan, RingCost
+    from edge_transformer.placement.plan import Plan, Rates, RingCost
 
 _HEADS = {"gpu": "on the GPU", "streamed": "on the GPU, its rows streamed in blocks", "cpu": "on the CPU"}
 
@@ -17,7 +17,7 @@ def ledger(plan: Plan) -> str:
     lines = [f"GPU memory: {size(plan.arena_bytes)} in one arena"]
     lines += [f"  {label}: {size(nbytes)}" for label, nbytes in plan.ledger if nbytes]
     lines.append(f"  KV cache: {'on the GPU' if plan.kv == 'gpu' else 'in host memory, streamed through two buffers'}")
-    lines.append(f"  output projection: {_HEADS[plan.head]}")
+    lines.append(f"  output projection: {_HEADS[plan.head]}{_measured(plan.rates)}")
     streamed = sum(not stays for stays in plan.resident)
     if plan.slots:
         parts = f"{streamed} of {len(plan.resident)} layers"
@@ -27,6 +27,12 @@ def ledger(plan: Plan) -> str:
     if plan.ring is not None:
         lines.append(f"  {_ring(plan.ring)}")
     return "\n".join(lines)
+
+
+def _measured(rates: Rates | None) -> str:
+    if rates is None:
+        return ""
+    return f" (the bus {rates.bus / 1e9:.1f} GB/s, the CPU {rates.host_head / 1e9:.1f} GB/s, measured at load)"
 
 
 def _ring(ring: RingCost) -> str:

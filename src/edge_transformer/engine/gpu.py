@@ -15,6 +15,7 @@ from edge_transformer.cuda.tracing_gpu import TracingGpu
 from edge_transformer.cuda.weights import GpuWeights, segment_bytes, vector_bytes
 from edge_transformer.engine.core import MAX_ROWS, Engine
 from edge_transformer.engine.kv import LARGEST_RUN_BYTES, TileGeometry, TileMemory
+from edge_transformer.engine.rates import measured_rates
 from edge_transformer.engine.traced import TracedEngine, traced_host
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import UsageError
@@ -61,13 +62,16 @@ class GpuSettings:
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """What the user asked for. `context_length`: what a resident KV cache has room for."""
+    """What the user asked for. `context_length`: what a resident KV cache has room for. measure: let measured rates of
+    the bus and the CPU choose the output projection's place, where it is open and something is streamed.
+    """
 
     wishes: Wishes
     context_length: int
     sequences: int = 1
     fast_prefill: bool = False
     timeline: Timeline | None = None
+    measure: bool = False
 
 
 def open_gpu_engine(
@@ -109,6 +113,9 @@ def open_gpu_engine(
         head_pitches=tuple(plane.row_pitch for plane in host_weights.head.layout.planes),
     )
     plan = make_plan(demand, options.wishes)
+    if options.measure and options.wishes.head is None and plan.slots:
+        rates = measured_rates(gpu, host, host_weights.head)
+        plan = replace(make_plan(demand, options.wishes, rates), rates=rates)
     timeline = options.timeline
     if timeline is not None:
         gpu, host = TracingGpu(gpu, timeline), traced_host(host, timeline)
@@ -164,7 +171,9 @@ def open_on_cuda(
             budget = max(0, gpu.memory_info()[0] - MARGIN_BYTES)
         head = None if settings.lm_head is None else HeadPlace(settings.lm_head)
         wishes = Wishes(budget, settings.resident_layers, settings.slots, settings.kv_offload, head)
-        options = GpuOptions(wishes, context_length, fast_prefill=settings.fast_prefill, timeline=settings.timeline)
+        options = GpuOptions(
+            wishes, context_length, fast_prefill=settings.fast_prefill, timeline=settings.timeline, measure=True
+        )
         return open_gpu_engine(gpu, checkpoint, spec, host_weights, host, kv_dtype, options)
     except BaseException:
         gpu.close()

@@ -24,6 +24,17 @@ HEAD_ROW_STEP = 64
 """Blocks of the output projection's rows are multiples of this, but for the last."""
 
 
+BORDER_SECONDS = 1e-3
+"""What lies between a token's last layer and the next one's first: logits read, a token chosen, a pass begun. What the
+slots take in meanwhile keeps the bus busy.
+"""
+
+HOST_HEAD_MARGIN = 1.05
+"""An output projection on the CPU has to make tokens so many times faster: its logits agree with the GPU's to rounding
+only, and rates are measured anew at each start.
+"""
+
+
 class HeadPlace(StrEnum):
     """Where the output projection is computed."""
 
@@ -74,6 +85,22 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes per second: of copies from page-locked memory to the GPU, and at which the CPU reads the output
+    projection's weights while it makes logits.
+    """
+
+    bus: float
+    host_head: float
+
+
+UNMEASURED = Rates(bus=25e9, host_head=1e9)
+"""Where nothing was measured, the output projection goes to the CPU only where no other place fits, or where slots hide
+it in any case.
+"""
+
+
+@dataclass(frozen=True, slots=True)
 class RingCost:
     """The host refuses to page-lock `unlocked_bytes` of weights: they go through a locked ring of `ring_bytes`.
 
@@ -89,8 +116,8 @@ class RingCost:
 class Plan:
     """The answer. `resident[layer]`; `unit_layers`: a slot holds a whole layer, else one segment; slot_bytes of each of
     `slots` slots (0 slots when all is resident). streamed_bytes: weights that each pass moves over the bus, those of
-    a streamed output projection among them. head_block_rows: its rows in a slot, 0 where it is not streamed. ring:
-    known once the weights are opened.
+    a streamed output projection among them. head_block_rows: its rows in a slot, 0 where it is not streamed. rates:
+    what was measured to choose its place, where that was done. ring: known once the weights are opened.
     """
 
     resident: tuple[bool, ...]
@@ -102,6 +129,7 @@ class Plan:
     ledger: tuple[tuple[str, int], ...]
     streamed_bytes: int
     head_block_rows: int = 0
+    rates: Rates | None = None
     ring: RingCost | None = None
 
     @property
@@ -115,9 +143,10 @@ def spread(layers: int, resident: int) -> tuple[bool, ...]:
     return tuple((index + 1) * resident // layers > index * resident // layers for index in range(layers))
 
 
-def make_plan(demand: Demand, wishes: Wishes) -> Plan:
-    """Of the plans that fit the budget and the wishes, the one that moves the fewest bytes per decoded token; of
-    equals, the one with the smallest arena, and of these the one whose output projection is on the GPU.
+def make_plan(demand: Demand, wishes: Wishes, rates: Rates = UNMEASURED) -> Plan:
+    """Of the plans that fit the budget and the wishes, the one whose decoded token takes the least time on the buses;
+    of equals, the one whose slots keep the bus busy between tokens, then the one with the smallest arena, and of these
+    the one whose output projection is on the GPU.
 
     Raises CapacityError naming the smallest budget that would do and the options that reach it; UsageError for wishes
     that make no sense.
@@ -135,7 +164,7 @@ def make_plan(demand: Demand, wishes: Wishes) -> Plan:
     ]
     fitting = [plan for plan in plans if plan.arena_bytes <= wishes.budget_bytes]
     if fitting:
-        return min(fitting, key=lambda plan: (_bytes_moved(demand, plan), plan.arena_bytes))
+        return min(fitting, key=lambda plan: (*_token_seconds(demand, plan, rates), plan.arena_bytes))
     least, smallest = min(plan.arena_bytes for plan in plans), smallest_plan(demand).arena_bytes
     raise CapacityError(
         f"this needs at least {_mib(least)} MiB of GPU memory as asked; the budget (--vram) is "
@@ -227,13 +256,22 @@ def _streamed_parts(layers: int, head: HeadPlace) -> str:
     return " and ".join(parts + ["the streamed output projection"] * (head is HeadPlace.STREAMED))
 
 
-def _bytes_moved(demand: Demand, plan: Plan) -> int:
-    """What a decoded token costs, in bytes over the bus: streamed weights, half of the context's KV cache on average
-    when it is offloaded, and for an output projection on the CPU its bytes once more (host memory is about as fast as
-    the bus, and the CPU's part is hidden only in part).
+def _token_seconds(demand: Demand, plan: Plan, rates: Rates) -> tuple[float, float]:
+    """What a decoded token takes: (on the buses, of the border between tokens, to a tenth of a millisecond).
+
+    On the bus are streamed weights, and half of the context's KV cache on average when it is offloaded. An output
+    projection on the CPU holds up the next token for the time in which its bytes are read there, less the time in which
+    the slots are filled with the next token's first weights meanwhile: until it ends no slot becomes free. What the
+    slots take beyond that hides the border.
     """
     kv = demand.kv_context_bytes // 2 if plan.kv is KvPlace.HOST else 0
-    return plan.streamed_bytes + kv + (demand.head_bytes if plan.head is HeadPlace.CPU else 0)
+    moved = (plan.streamed_bytes + kv) / rates.bus
+    ahead = min(plan.slots * plan.slot_bytes, plan.streamed_bytes) / rates.bus
+    if plan.head is not HeadPlace.CPU:
+        return moved, round(max(0.0, BORDER_SECONDS - ahead), 4)
+    head = demand.head_bytes / rates.host_head
+    left = max(0.0, ahead - head)
+    return (moved + max(0.0, head - ahead)) * HOST_HEAD_MARGIN, round(max(0.0, BORDER_SECONDS - left), 4)
 
 
 def _mib(nbytes: int, up: bool = True) -> str:

@@ -1,0 +1,76 @@
+"""Rates that choose the output projection's place: measured only where they matter, and nothing of it stays."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edge_transformer.engine.gpu as engine_on_gpu
+from edge_transformer.cpu.backend import CpuBackend
+from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
+from edge_transformer.engine.rates import COPY_BYTES, measured_rates
+from edge_transformer.engine.weights import HostWeights
+from edge_transformer.formats.open import open_checkpoint
+from edge_transformer.formats.weight import Weight, WeightFormat, packed_layout
+from edge_transformer.memory import HostMemory
+from edge_transformer.models.read import read_model
+from edge_transformer.ops.tensor import DType
+from edge_transformer.placement.plan import HeadPlace, Plan, Rates, Wishes
+from emulator import EmulatedGpu
+from tiny.models import MODELS
+from tiny.weights import make_weights
+from tiny.write import write_hf
+
+
+def head(rows: int, cols: int) -> Weight:
+    layout = packed_layout(WeightFormat.Q8_0, rows, cols)
+    memory = HostMemory(layout.nbytes)
+    return Weight(layout, memory.address, memory)
+
+
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_rates_are_measured_and_the_memory_is_given_back(rows: int) -> None:
+    gpu = EmulatedGpu(0)
+    free = gpu.memory_info()[0]
+    rates = measured_rates(gpu, CpuBackend(1), head(rows, 64))
+    assert gpu.memory_info()[0] == free >= COPY_BYTES
+    assert all(np.isfinite(rate) and rate > 1e5 for rate in (rates.bus, rates.host_head))
+
+
+def plan_of(folder: Path, wishes: Wishes, monkeypatch: pytest.MonkeyPatch, host_head: float) -> tuple[Plan, int]:
+    """The plan of a tiny model when these rates are measured, and how often they were."""
+    calls = []
+
+    def measured(*_: object) -> Rates:
+        calls.append(1)
+        return Rates(1e6, host_head)
+
+    monkeypatch.setattr(engine_on_gpu, "measured_rates", measured)
+    model = MODELS["llama"]
+    checkpoint = open_checkpoint(write_hf(folder / "llama", model.config, make_weights(model)))
+    spec = read_model(checkpoint)
+    weights, options = HostWeights(checkpoint, spec), GpuOptions(wishes, 512, measure=True)
+    engine, plan = open_gpu_engine(
+        EmulatedGpu(0), checkpoint, spec, weights, CpuBackend(1), DType.F32, options, max_rows=16
+    )
+    engine.close()
+    return plan, len(calls)
+
+
+def test_nothing_is_measured_where_the_place_is_given_or_all_is_resident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Wishes(1 << 28, resident_layers=0, head=HeadPlace.STREAMED)
+    for wishes in (given, Wishes(1 << 28, kv_offload=False)):
+        plan, calls = plan_of(tmp_path, wishes, monkeypatch, 1e9)
+        assert (plan.rates, calls) == (None, 0)
+
+
+@pytest.mark.parametrize(("host_head", "place"), [(1e9, HeadPlace.CPU), (1e3, HeadPlace.STREAMED)])
+def test_what_was_measured_chooses_the_place(
+    host_head: float, place: HeadPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = Wishes(1 << 28, resident_layers=0, kv_offload=True, head=HeadPlace.GPU)
+    budget = plan_of(tmp_path, everything, monkeypatch, 1.0)[0].arena_bytes - 256
+    plan, calls = plan_of(tmp_path, Wishes(budget, resident_layers=0, kv_offload=True), monkeypatch, host_head)
+    assert (plan.head, plan.rates, calls) == (place, Rates(1e6, host_head), 1)
