@@ -1,7 +1,7 @@
 """Tiny models in every placement on a real GPU, one line per model and path: python tests/cuda/gpu_modes.py
 
-    --only NAME     one model, in this process; --tokens N of its longest prompt, --every N of its placements (for
-                    compute-sanitizer, which is slow)
+    --only NAME     one model, in this process; --tokens N of its longest prompt, --every N: one of N placements
+    --short         five placements, one way of feeding each (for compute-sanitizer, which is slow)
     --plain         the path of cards without tensor cores only; --tensor the card's own only (default: both)
 
 Every placement gives the bits of the first (all resident), whatever the chunks and the batch mates; an output
@@ -33,6 +33,7 @@ from cuda.placements import (
     placements,
     random_prompts,
     relative_error,
+    short_placements,
 )
 from cuda.real_gpu import KeptGpu, run_side_by_side
 from edge_transformer.cpu.backend import CpuBackend
@@ -107,7 +108,7 @@ class TinyOnGpu:
             engine.close()
 
 
-def check(name: str, capability: tuple[int, int] | None, tokens: int, every: int) -> bool:
+def check(name: str, capability: tuple[int, int] | None, tokens: int, every: int, short: bool) -> bool:
     lengths = [(max(tokens // 8, 8), max(tokens // 30, 4)), (tokens, 7), (max(tokens // 12, 6), max(tokens // 25, 3))]
     prompts = random_prompts(lengths, 131)
     gpu = KeptGpu(forced_capability=capability)
@@ -118,15 +119,16 @@ def check(name: str, capability: tuple[int, int] | None, tokens: int, every: int
         model = TinyOnGpu(gpu, path)
         layers = int(str(MODELS[name].config["num_hidden_layers"]))
         first = Placement(ALL_RESIDENT)
-        for variant in VARIANTS:
+        for variant in VARIANTS[:1] if short else VARIANTS:
             reference = model.logits(first, variant, prompts, WAYS[0])
             if variant is VARIANTS[0]:
                 exact = reference
-            for way in WAYS[1:]:
+            for way in () if short else WAYS[1:]:
                 findings.compare(
                     f"{variant.name}: {way}", True, reference, model.logits(first, variant, prompts, way), BOUND
                 )
-            for number, placement in enumerate(placements(layers, ALL_RESIDENT.budget_bytes)[:: every * variant.every]):
+            some = placements(layers, first.wishes.budget_bytes)[:: every * variant.every]
+            for number, placement in enumerate(short_placements(first.wishes.budget_bytes) if short else some):
                 way = WAYS[number % len(WAYS)]
                 logits = model.logits(placement, variant, prompts, way)
                 findings.compare(f"{variant.name}: {placement}; {way}", placement.exact, reference, logits, BOUND)
@@ -159,11 +161,14 @@ def main() -> int:
     parser.add_argument("--tensor", action="store_true")
     parser.add_argument("--tokens", type=int, default=700)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--short", action="store_true")
     arguments = parser.parse_args()
     if arguments.only:
-        return 0 if check(arguments.only, (7, 5) if arguments.plain else None, arguments.tokens, arguments.every) else 1
+        capability = (7, 5) if arguments.plain else None
+        return 0 if check(arguments.only, capability, arguments.tokens, arguments.every, arguments.short) else 1
     more = [["--plain"]] if arguments.plain else [["--tensor"]] if arguments.tensor else [["--tensor"], ["--plain"]]
     size = ["--tokens", str(arguments.tokens), "--every", str(arguments.every)]
+    size += ["--short"] * arguments.short
     checks = [["--only", name, *path, *size] for path in more for name in CHECKED]
     return 0 if run_side_by_side(__file__, checks, LIMIT_S) else 1
 

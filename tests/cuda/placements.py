@@ -59,6 +59,17 @@ def placements(layers: int, budget: int) -> list[Placement]:
     return found
 
 
+def short_placements(budget: int) -> list[Placement]:
+    """One of each kind of data movement: weights through slots and through a ring, KV runs, output projection."""
+    return [
+        Placement(Wishes(budget, 0, 2, kv_offload=False, head=HeadPlace.GPU)),
+        Placement(Wishes(budget, 1, 3, kv_offload=True, head=HeadPlace.GPU), least=True),
+        Placement(Wishes(budget, 0, 2, kv_offload=False, head=HeadPlace.STREAMED), locked=False),
+        Placement(Wishes(budget, -1, 2, kv_offload=True, head=HeadPlace.STREAMED)),
+        Placement(Wishes(budget, 0, 2, kv_offload=True, head=HeadPlace.CPU), least=True),
+    ]
+
+
 def open_within(open_engine: Callable[[Wishes], Opened], placement: Placement) -> Opened:
     """What `open_engine` makes of the wishes, within the least budget where the placement says so."""
     wishes = placement.wishes
