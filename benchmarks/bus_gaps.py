@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,11 +52,13 @@ def traced_decode(path: Path, wishes: Wishes, threads: int, depth: int, tokens: 
         raise AssertionError("no decode pass was traced")
     per_pass = 1e3 / summary.passes
     causes = [f"{seconds * per_pass:.3f} ms {cause}" for cause, seconds in idle_time(spans)[:SHOWN_CAUSES]]
+    lengths = [end - start for start, end in idle_intervals(spans)]
     rate = summary.bus_bytes / summary.bus_seconds / 1e9
     text = (
         f"{summary.bus_bytes / summary.passes / 1e6:.0f} MB a token at {rate:.1f} GB/s; "
         f"a token took {summary.seconds * per_pass:.2f} ms, {summary.exposed_share:.1%} compute not under a copy, "
-        f"{summary.waited_share:.1%} compute waiting; the bus idle: {', '.join(causes)}"
+        f"{summary.waited_share:.1%} compute waiting; the bus idle {len(lengths) / summary.passes:.0f} times a token, "
+        f"median {statistics.median(lengths or [0]) * 1e6:.0f} us: {', '.join(causes)}"
     )
     return Decoded(summary, summary.passes / summary.seconds, text)
 
@@ -66,19 +69,23 @@ def without_first_passes(spans: Sequence[Span], count: int) -> list[Span]:
     return [span for span in spans if span.end > starts[count]] if count < len(starts) else []
 
 
-def idle_time(spans: Sequence[Span]) -> list[tuple[str, float]]:
-    """Seconds in which nothing was copied to the GPU, within decode time, by what the GPU's compute stream and the CPU
-    did meanwhile; the most first. The CPU's layers count as one.
-    """
+def idle_intervals(spans: Sequence[Span]) -> list[Interval]:
+    """When nothing was copied to the GPU, within the time from the first decode pass to the end of the last."""
     passes = [span for span in spans if span.kind is Kind.HOST and span.name == DECODE_PASS]
     if not passes:
         return []
     window = (min(span.start for span in passes), max(span.end for span in passes))
-    busy = union((span.start, span.end) for span in spans if span.kind is Kind.TO_GPU)
+    return _gaps(union((span.start, span.end) for span in spans if span.kind is Kind.TO_GPU), window)
+
+
+def idle_time(spans: Sequence[Span]) -> list[tuple[str, float]]:
+    """Seconds of `idle_intervals` by what the GPU's compute stream and the CPU did meanwhile; the most first. The CPU's
+    layers count as one.
+    """
     causes: dict[str, float] = defaultdict(float)
     compute = [span for span in spans if span.track == COMPUTE_TRACK]
     host = [span for span in spans if span.kind is Kind.HOST]
-    for gap in _gaps(busy, window):
+    for gap in idle_intervals(spans):
         for start, end, gpu_span, host_span in _pieces(gap, compute, host):
             causes[f"(GPU {_gpu_words(gpu_span)}; CPU {_host_words(host_span)})"] += end - start
     return sorted(causes.items(), key=lambda item: -item[1])

@@ -21,7 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from figures import StageResult, load, save, summary, table
+from figures import Figure, StageResult, load, save, summary, table
+from gpu_stages import STAGES, Session, Stage
 
 STAGE_SECONDS = 480
 INTERRUPTED = 130
@@ -29,7 +30,7 @@ INTERRUPTED = 130
 
 def main() -> int:
     options = parse_arguments()
-    names = stage_names()
+    names = list(STAGES)
     unknown = set(options.only or ()) - set(names)
     if unknown:
         raise SystemExit(f"no stage {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
@@ -59,12 +60,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
-
-
-def stage_names() -> list[str]:
-    from gpu_stages import STAGES
-
-    return list(STAGES)
 
 
 def run_stages(options: argparse.Namespace, names: list[str]) -> None:
@@ -107,16 +102,15 @@ def run_process(command: list[str], seconds: float) -> str:
 
 def run_here(name: str, options: argparse.Namespace) -> int:
     """One stage in this process; every figure is stored as soon as it is there."""
-    from gpu_stages import STAGES, Session
-
     session = Session(options.models, options.threads, options.peer, options.traces)
     return run_stage(name, STAGES[name], session, options.results)
 
 
-def run_stage(name: str, stage, session, folder: Path) -> int:
+def run_stage(name: str, stage: Stage, session: Session, folder: Path) -> int:
     """Store what `stage` yields, and its error where it ends with one: 0 or 1."""
     (folder / f"{name}.json").unlink(missing_ok=True)
-    started, figures, error = time.perf_counter(), [], ""
+    started, error = time.perf_counter(), ""
+    figures: list[Figure] = []
     try:
         for figure in stage(session):
             figures.append(figure)

@@ -35,17 +35,28 @@ WINDOWS = 3
 COPY_BYTES = 256 << 20
 
 
+class CountedMemory:
+    """Device memory that is on its GPU's list until it is closed."""
+
+    def __init__(self, memory: Memory, live: dict[int, tuple[str, int]], what: str) -> None:
+        self.address, self.nbytes = memory.address, memory.nbytes
+        self._memory, self._live = memory, live
+        live[self.address] = (what, self.nbytes)
+
+    def close(self) -> None:
+        self._live.pop(self.address, None)
+        self._memory.close()
+
+
 class CountingGpu(CudaGpu):
-    """A GPU that keeps a list of the device memory it was asked for."""
+    """A GPU that knows what device memory it was asked for and has not got back."""
 
     def __init__(self, forced_capability: tuple[int, int] | None = None) -> None:
         super().__init__(forced_capability=forced_capability)
-        self.allocated: list[tuple[str, int]] = []
+        self.live: dict[int, tuple[str, int]] = {}
 
     def allocate(self, nbytes: int, what: str) -> Memory:
-        memory = super().allocate(nbytes, what)
-        self.allocated.append((what, nbytes))
-        return memory
+        return CountedMemory(super().allocate(nbytes, what), self.live, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +82,9 @@ class Opened:
     @property
     def arena_bytes(self) -> int:
         """All device memory that was really allocated; the plan's arena, or the engine does not keep to it."""
-        allocated = sum(nbytes for _, nbytes in self.gpu.allocated)
+        allocated = sum(nbytes for _, nbytes in self.gpu.live.values())
         if allocated != self.plan.arena_bytes:
-            raise AssertionError(f"the plan says {self.plan.arena_bytes} bytes, allocated were {self.gpu.allocated}")
+            raise AssertionError(f"the plan says {self.plan.arena_bytes} bytes, there are {self.gpu.live}")
         return allocated
 
     def kv_bytes(self, depth: int) -> int:
@@ -99,7 +110,7 @@ def open_model(
         gpu = CountingGpu(PLAIN if plain else None)
         try:
             weights = HostWeights(checkpoint, spec, threads)
-            options = GpuOptions(wishes, context, fast_prefill=fast_prefill, timeline=timeline)
+            options = GpuOptions(wishes, context, fast_prefill=fast_prefill, timeline=timeline, measure=True)
             host = CpuBackend(threads)
             engine, plan = open_gpu_engine(gpu, checkpoint, spec, weights, host, DType.BF16, options)
         except BaseException:

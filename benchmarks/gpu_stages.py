@@ -24,7 +24,8 @@ from gpu_measure import (
 from llama_bench import PeerResult, peer_rate
 from random_model import write_model
 
-from edge_transformer.placement.plan import HeadPlace, Wishes
+from edge_transformer.engine.core import Engine
+from edge_transformer.placement.plan import HeadPlace, Plan, Wishes
 
 FOLDER = Path(__file__).resolve().parent
 AMPLE = 100 << 30
@@ -101,14 +102,14 @@ def small_two_slots(session: Session) -> Iterator[Figure]:
             sequence = past_of(opened.engine, DEPTH)
             rate = decode_rate(opened.engine, sequence, 24)
             limit = decode_limit(opened, DEPTH, bus)
-            chosen = "" if place is not None else f"; the plan computes lm_head: {opened.plan.head}"
+            chosen = "" if place is not None else _head_choice(opened.plan)
             yield at_most(
-                f"two slots, lm_head {what}: weights on the GPU", opened.weight_bytes / 1e6, 110, "MB", chosen[2:]
+                f"two slots, lm_head {what}: weights on the GPU", opened.weight_bytes / 1e6, 110, "MB", chosen
             )
             yield stated(f"two slots, lm_head {what}: decode", rate, "tok/s", limit.terms)
             yield at_least(
                 f"two slots, lm_head {what}: of the limit", rate * limit.seconds * 100, 95, "%",
-                f"limit {1 / limit.seconds:.2f} tok/s{chosen}",
+                f"limit {1 / limit.seconds:.2f} tok/s",
             )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def small_two_slots_offload(session: Session) -> Iterator[Figure]:
             rate = decode_rate(opened.engine, sequence, 6)
             limit = decode_limit(opened, depth + prompt, bus)
             arenas.append(opened.arena_bytes)
-            terms = f"allocated once; a prompt chunk of {prompt} took {chunk * 1e3:.0f} ms, lm_head: {opened.plan.head}"
+            terms = f"allocated once; a prompt chunk of {prompt} took {chunk * 1e3:.0f} ms, {_head_choice(opened.plan)}"
             yield at_most(
                 f"two slots, KV offload, context {context}: arena", opened.arena_bytes / 1e6, 150, "MB", terms
             )
@@ -179,7 +180,7 @@ def _large_streamed(session: Session, file_format: str) -> Iterator[Figure]:
     bus = bus_rate()
     with open_model(path, Wishes(512 << 20, resident_layers=0), 2048, session.threads) as opened:
         plan = opened.plan
-        placed = f"{plan.slots} slots of {plan.slot_bytes / 1e6:.1f} MB, lm_head: {plan.head}, KV cache: {plan.kv}"
+        placed = f"{plan.slots} slots of {plan.slot_bytes / 1e6:.1f} MB, {_head_choice(plan)}, KV cache: {plan.kv}"
         yield at_most(f"{file_format}, streamed: arena", opened.arena_bytes / 2**20, 512, "MiB", placed)
         prefill = prefill_rate(opened.engine, 512)
         sequence = past_of(opened.engine, DEPTH)
@@ -228,7 +229,7 @@ def plain_large(session: Session) -> Iterator[Figure]:
 
 def trace(session: Session) -> Iterator[Figure]:
     """How busy the bus is while 1b decodes, layers streamed; where it stood still."""
-    path = session.model("1b", "hf")
+    path, bus = session.model("1b", "hf"), bus_rate()
     for what, place, offload in (
         ("layers streamed", HeadPlace.GPU, False),
         ("all streamed", HeadPlace.STREAMED, False),
@@ -244,6 +245,13 @@ def trace(session: Session) -> Iterator[Figure]:
         else:
             yield at_least(f"trace, {what}: bus busy", busy, 95, "%", terms)
         yield stated(f"trace, {what}: decode, traced", decoded.rate, "tok/s")
+        with open_model(path, wishes, 1024, session.threads) as opened:
+            rate = decode_rate(opened.engine, past_of(opened.engine, DEPTH), 24)
+        bytes_per_token = decoded.summary.bus_bytes / decoded.summary.passes
+        yield stated(f"trace, {what}: decode, not traced", rate, "tok/s")
+        yield stated(
+            f"trace, {what}: bytes over the bus, not traced", rate * bytes_per_token / bus * 100, "% of its rate"
+        )
 
 
 # ---- checks that are scripts of their own
@@ -298,6 +306,14 @@ STAGES: dict[str, Stage] = {
 # ---- parts
 
 
+def _head_choice(plan: Plan) -> str:
+    """Where a plan puts the output projection, and by what."""
+    if plan.rates is None:
+        return f"lm_head: {plan.head}"
+    bus, host = plan.rates.bus / 1e9, plan.rates.host_head / 1e9
+    return f"lm_head: {plan.head}, chosen by the bus's {bus:.1f} GB/s and the CPU's {host:.1f} GB/s"
+
+
 def _decode_beside(
     session: Session, shape: str, file_format: str, depths: tuple[int, ...], least: float
 ) -> Iterator[Figure]:
@@ -335,7 +351,7 @@ def _offload(session: Session, path: Path, plain: bool = False) -> Iterator[Figu
         yield stated(what, rate, "tok/s", terms) if plain else at_least(what, rate, 45, "tok/s", terms)
 
 
-def _plain_decode(what: str, engine) -> Iterator[Figure]:
+def _plain_decode(what: str, engine: Engine) -> Iterator[Figure]:
     sequence = past_of(engine, DEPTH)
     yield stated(f"sm_75 path, {what}: decode at depth {DEPTH}", decode_rate(engine, sequence, 24), "tok/s")
     sequence.close()

@@ -17,7 +17,7 @@ import gpu_measure
 from bus_gaps import idle_time, without_first_passes
 from figures import Figure, StageResult, at_least, at_most, beside, load, number, save, stated, summary, table
 from gpu_measure import HeadRates, decode_limit
-from gpu_stages import STAGES
+from gpu_stages import STAGES, Session
 from llama_bench import parse, peer_rate
 
 from edge_transformer.cuda.timeline import COMPUTE_TRACK, CPU_TRACK, DECODE_PASS, Kind, Span
@@ -45,14 +45,17 @@ SAMPLE = """[
 # ---- stages: stored, gone on with, failing
 
 
-def two_then_error(session: object) -> Iterator[Figure]:
+SESSION = Session(Path(), 1)
+
+
+def two_then_error(session: Session) -> Iterator[Figure]:
     yield stated("first", 1.5, "tok/s")
     yield at_least("second", 94.0, 95, "%")
     raise ValueError("the card caught fire")
 
 
 def test_an_error_keeps_the_figures_that_were_there_and_is_stored(tmp_path: Path) -> None:
-    assert gpu_figures.run_stage("burning", two_then_error, object(), tmp_path) == 1
+    assert gpu_figures.run_stage("burning", two_then_error, SESSION, tmp_path) == 1
     result = load(tmp_path, "burning")
     assert result is not None
     assert [figure.what for figure in result.figures] == ["first", "second"]
@@ -61,7 +64,7 @@ def test_an_error_keeps_the_figures_that_were_there_and_is_stored(tmp_path: Path
 
 
 def test_a_stage_that_was_killed_is_not_taken_for_one_that_ended(tmp_path: Path) -> None:
-    stage = two_then_error(object())
+    stage = two_then_error(SESSION)
     for figure in (next(stage), next(stage)):
         save(tmp_path, StageResult("killed", 1.0, [figure], "it did not come to its end"))
     options = gpu_figures.parse_arguments([str(tmp_path)])

@@ -23,7 +23,8 @@ DECODE_PASS = "decode pass"
 LOGITS = "logits"
 
 EVENTS_AT_START = 1 << 14
-EVENTS_MORE = 1 << 12
+EVENTS_MORE = 1 << 6
+"""Few, so that a run longer than planned is not held up for milliseconds."""
 
 
 class Kind(StrEnum):
