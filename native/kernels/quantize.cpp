@@ -307,8 +307,9 @@ void quantize_row(const float* x, int64_t cols, const QuantizedRows& to, int64_t
     const float all = reduce_add(squares);
     return all > 0 ? reduce_add(dot) / all : 0.0f;
   };
-  constexpr int kSteps = 24;
-  for (int i = 0; i <= kSteps; ++i) consider(largest / 127 * (0.4f + 0.6f * float(i) / kSteps));
+  for (int i = 4; i <= 20; ++i) consider(largest / 127 * (float(i) / 20));
+  const float coarse = best;
+  for (int i = -5; i <= 5; ++i) consider(coarse + largest / 127 * (float(i) / 100));
   for (int i = 0; i < kFits; ++i) consider(consider(best));
   make_codes(x, cols, best, 0, kSignedByte, codes, sums);
   pack_bytes(codes, cols, to.plane[0] + row * to.row_pitch[0]);
