@@ -69,6 +69,11 @@ class Answer:
         self._decoded = self._given = 0  # characters, before and after what stop strings keep back
         self._pending: list[tuple[int, TokenLogprobs]] = []
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether nothing but the likeliest token is asked of the logits: `push_token` then does."""
+        return self._config.plain_greedy and self._config.logprobs is None and self._constraint is None
+
     def push(self, logits: FloatArray) -> Piece:
         """Take the next token from logits f32 [V]. Raises UsageError when no token can be taken."""
         config = self._config
@@ -76,10 +81,15 @@ class Answer:
         token = sample(allowed, config, self._seed, self._prompt_ids, self.ids)
         if self._constraint is not None:
             self._constraint.accept(token)
+        if config.logprobs is not None and token not in self._end_token_ids:
+            self._pending.append((self._decoded, token_logprobs(logits, token, config.logprobs)))
+        return self.push_token(token)
+
+    def push_token(self, token: int) -> Piece:
+        """Take this token next."""
+        config = self._config
         self.ids.append(token)
         ended = token in self._end_token_ids
-        if config.logprobs is not None and not ended:
-            self._pending.append((self._decoded, token_logprobs(logits, token, config.logprobs)))
         reason: str | None = None
         text, hit = ("", False) if ended else self._decode(self._decoder.push(token))
         if ended or hit:

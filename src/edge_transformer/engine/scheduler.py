@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from edge_transformer.engine.answer import Answer, Constraint, Piece
-from edge_transformer.engine.core import CHUNK_BORDER, Chunk, Engine
+from edge_transformer.engine.answer import Answer, Constraint, FloatArray, Piece
+from edge_transformer.engine.core import CHUNK_BORDER, Chunk, Engine, PassResult
 from edge_transformer.engine.kv_budget import BudgetedTileMemory
 from edge_transformer.engine.prefix_cache import PrefixCache
 from edge_transformer.engine.recurrent import CHECKPOINT_BORDER
@@ -24,6 +24,7 @@ from edge_transformer.engine.sampling import GenerationConfig
 from edge_transformer.engine.scheduler_statistics import SchedulerStatistics
 from edge_transformer.engine.sequence import Sequence as EngineSequence
 from edge_transformer.errors import CapacityError, EdgeTransformerError, UsageError
+from edge_transformer.ops.batch import KV_TILE_POSITIONS
 
 if TYPE_CHECKING:
     from edge_transformer.text.tokenizer import Tokenizer
@@ -296,9 +297,16 @@ class Scheduler:
             self._live.append(live)
 
     def _needed(self, live: _Live) -> int:
-        """Bytes to have free before `live` comes in: its own, and the next tiles of those that run."""
-        one_tile = context_bytes(self._engine, 1)
-        return context_bytes(self._engine, live.tokens + 1) + len(self._live) * one_tile
+        """Bytes to have free before `live` comes in: its own, and what those that run have not taken yet of theirs,
+        and of a next tile each.
+        """
+        next_tile = KV_TILE_POSITIONS
+        running = sum(
+            max(context_bytes(self._engine, other.tokens + next_tile) - other.sequence.held_bytes, 0)
+            for other in self._live
+            if other.sequence is not None
+        )
+        return context_bytes(self._engine, live.tokens + 1) + running
 
     def _reserved(self) -> int:
         """Choices that will join once their prompt is read."""
@@ -415,9 +423,7 @@ class Scheduler:
             self._tolerant = False
             statistics.count_pass(chunks_rows(chunks, "prompt"), chunks_rows(chunks, "decode"), len(chunks))
             self._after_prompts(chunks)
-            for rows, logits in result.blocks():
-                for (index, _), row in zip(rows, logits, strict=True):
-                    self._take_token(chunks[index][0], row)
+            self._take_tokens(chunks, result)
         statistics.pass_seconds.add(time.perf_counter() - started)
 
     def _give_up(self, chunks: list[tuple[_Live, Chunk]]) -> bool:
@@ -443,8 +449,17 @@ class Scheduler:
             if not live.answer.ids:
                 live.request.listener.progress(len(sequence), live.cached, total)
 
-    def _take_token(self, live: _Live, logits: object) -> None:
-        """The next token of a choice, and of those that wait for the same prompt."""
+    def _take_tokens(self, chunks: list[tuple[_Live, Chunk]], result: PassResult) -> None:
+        if all(chunks[index][0].answer.takes_likeliest for index, _ in result.rows):
+            for (index, _), token in zip(result.rows, result.likeliest(), strict=True):
+                self._take_token(chunks[index][0], token)
+            return
+        for rows, logits in result.blocks():
+            for (index, _), row in zip(rows, logits, strict=True):
+                self._take_token(chunks[index][0], row)
+
+    def _take_token(self, live: _Live, logits: FloatArray | int) -> None:
+        """The next token of a choice, and of those that wait for the same prompt. `logits`: f32 [V], or the token."""
         others, live.others = live.others, []
         for other in others:
             assert live.sequence is not None
@@ -454,7 +469,8 @@ class Scheduler:
             if choice.request.cancelled:
                 continue
             try:
-                piece = choice.answer.push(logits)  # type: ignore[arg-type]
+                answer = choice.answer
+                piece = answer.push_token(logits) if isinstance(logits, int) else answer.push(logits)
             except UsageError as error:
                 self._refuse(choice.request, error)
                 return
@@ -484,9 +500,7 @@ class Scheduler:
 
 
 def context_bytes(engine: Engine, tokens: int) -> int:
-    """Bytes of KV tiles that a sequence of `tokens` tokens holds at most, and of its recurrent state."""
-    from edge_transformer.ops.batch import KV_TILE_POSITIONS
-
+    """Bytes of KV tiles that a sequence of `tokens` tokens holds at most."""
     total = 0
     for layer in engine.state_shape.layers:
         tiles = -(-tokens // KV_TILE_POSITIONS)
