@@ -1,6 +1,11 @@
-"""Where KV tiles lie when a GPU computes: in the arena, or in page-locked host memory that copies and kernels reach."""
+"""Where the state of sequences lies when a GPU computes: in the arena, or, KV tiles, in page-locked host memory that
+copies and kernels reach.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +18,12 @@ HOST_RUN_BYTES = 4 << 20
 """Runs of tiles are moved at once: smaller copies do not fill the bus."""
 
 
-class _ArenaTile:
-    """A tile in the arena; closing it makes room for another."""
+class _Slot:
+    """A slot in the arena; closing it makes room for another."""
 
     __slots__ = ("_home", "address")
 
-    def __init__(self, home: ArenaTileMemory, address: int) -> None:
+    def __init__(self, home: ArenaSlots, address: int) -> None:
         self._home = home
         self.address = address
 
@@ -26,26 +31,22 @@ class _ArenaTile:
         self._home.give_back(self.address)
 
 
-class ArenaTileMemory:
-    """Tiles of `tile_bytes` in `nbytes` bytes of the arena at `address`. One tile is a run."""
+class ArenaSlots:
+    """Slots of `slot_bytes` in `nbytes` bytes of the arena at `address`. `full`: what is said when all are in use."""
 
-    run_bytes = 1
-
-    def __init__(self, gpu: Gpu, stream: Stream, address: int, nbytes: int, tile_bytes: int) -> None:
+    def __init__(self, gpu: Gpu, stream: Stream, address: int, nbytes: int, slot_bytes: int, full: str) -> None:
         self.address = address
         self.nbytes = nbytes
         self._gpu = gpu
         self._stream = stream
-        self._count = nbytes // tile_bytes
-        self._free = [address + index * tile_bytes for index in reversed(range(self._count))]
+        self._full = full
+        self._count = nbytes // slot_bytes
+        self._free = [address + index * slot_bytes for index in reversed(range(self._count))]
 
-    def allocate(self, nbytes: int) -> _ArenaTile:
+    def allocate(self, nbytes: int) -> _Slot:
         if not self._free:
-            raise CapacityError(
-                f"the KV cache on the GPU is full: all its {self._count} tiles of {nbytes} bytes are in use; "
-                "use --kv-offload, a longer --ctx at load, or fewer sequences"
-            )
-        return _ArenaTile(self, self._free.pop())
+            raise CapacityError(self._full.format(count=self._count, nbytes=nbytes))
+        return _Slot(self, self._free.pop())
 
     def give_back(self, address: int) -> None:
         self._free.append(address)
@@ -54,22 +55,49 @@ class ArenaTileMemory:
         self._gpu.copy(destination, source, nbytes, self._stream)
 
     def read(self, address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        staging = self._gpu.allocate_host(nbytes, "a KV tile on its way to the host")
-        try:
+        with self._staging(nbytes) as staging:
             self._gpu.copy(staging.address, address, nbytes, self._stream)
             self._gpu.synchronize(self._stream)
             return array_at(staging.address, (nbytes,), np.uint8).view(np.uint8).copy()
-        finally:
-            staging.close()
 
     def write(self, address: int, data: npt.NDArray[np.uint8]) -> None:
-        staging = self._gpu.allocate_host(len(data), "a KV tile on its way to the GPU")
-        try:
+        with self._staging(len(data)) as staging:
             array_at(staging.address, (len(data),), np.uint8)[:] = data
             self._gpu.copy(address, staging.address, len(data), self._stream)
             self._gpu.synchronize(self._stream)
+
+    @contextlib.contextmanager
+    def _staging(self, nbytes: int) -> Iterator[Memory]:
+        """Page-locked memory on the way between host and GPU."""
+        staging = self._gpu.allocate_host(nbytes, "state of a sequence on its way between host and GPU")
+        try:
+            yield staging
         finally:
             staging.close()
+
+
+class ArenaTileMemory(ArenaSlots):
+    """KV tiles of `tile_bytes` in the arena. One tile is a run."""
+
+    run_bytes = 1
+
+    def __init__(self, gpu: Gpu, stream: Stream, address: int, nbytes: int, tile_bytes: int) -> None:
+        full = (
+            "the KV cache on the GPU is full: all its {count} tiles of {nbytes} bytes are in use; "
+            "use --kv-offload, a longer --ctx at load, or fewer sequences"
+        )
+        super().__init__(gpu, stream, address, nbytes, tile_bytes, full)
+
+
+class ArenaStateMemory(ArenaSlots):
+    """Recurrent state of sequences, `state_bytes` each, in the arena."""
+
+    def __init__(self, gpu: Gpu, stream: Stream, address: int, nbytes: int, state_bytes: int) -> None:
+        full = (
+            "the recurrent state on the GPU is full: it has room for {count} sequences of {nbytes} bytes, all in use; "
+            "close a sequence, or open the model for more of them"
+        )
+        super().__init__(gpu, stream, address, nbytes, state_bytes, full)
 
 
 class LockedTileMemory:

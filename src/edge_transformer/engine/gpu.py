@@ -9,12 +9,12 @@ from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.backend import CudaBackend
 from edge_transformer.cuda.device_batch import BatchCapacity, tiles_of_context
 from edge_transformer.cuda.runtime import Gpu
-from edge_transformer.cuda.tile_memory import ArenaTileMemory, LockedTileMemory
+from edge_transformer.cuda.tile_memory import ArenaStateMemory, ArenaTileMemory, LockedTileMemory
 from edge_transformer.cuda.timeline import Timeline
 from edge_transformer.cuda.tracing_gpu import TracingGpu
 from edge_transformer.cuda.weights import GpuWeights, segment_bytes, vector_bytes
 from edge_transformer.engine.core import MAX_ROWS, Engine
-from edge_transformer.engine.kv import LARGEST_RUN_BYTES, TileGeometry, TileMemory
+from edge_transformer.engine.kv import LARGEST_RUN_BYTES, StateMemory, TileGeometry, TileMemory
 from edge_transformer.engine.rates import measured_rates
 from edge_transformer.engine.traced import TracedEngine, traced_host
 from edge_transformer.engine.weights import HostWeights
@@ -87,6 +87,7 @@ def open_gpu_engine(
     """The engine and the plan it keeps to. Raises CapacityError when no plan fits, or the GPU refuses the arena."""
     config = spec.config
     shapes = forward.attention_shapes(config, kv_dtype)
+    deltas = forward.delta_shapes(config)
     geometries = [TileGeometry(s.kv_heads, s.head_dim, kv_dtype, s.window) for s in shapes]
     capacity = BatchCapacity(
         rows=max_rows,
@@ -94,9 +95,11 @@ def open_gpu_engine(
         tiles=tiles_of_context(config.context_length),
         layers=config.num_layers,
         rotary_dims=tuple(rope.rotary_dim for rope in config.ropes),
+        recurrent=bool(deltas),
     )
     tile_bytes = max(geometry.tile_bytes for geometry in geometries)
     buffer_bytes = max(LARGEST_RUN_BYTES // tile_bytes, 1) * tile_bytes
+    state_bytes = sum(shape.block_bytes for shape in deltas)  # of a sequence
     demand = Demand(
         segment_bytes=tuple(
             tuple(segment_bytes(segment) for segment in host_weights.layer(index).values())
@@ -105,12 +108,13 @@ def open_gpu_engine(
         vector_bytes=vector_bytes(host_weights),
         head_bytes=round_up(host_weights.head.layout.nbytes, 256),
         workspace_bytes=round_up(Engine.workspace_bytes_of(config, max_rows), 256)
-        + CudaBackend.workspace_bytes(capacity, shapes),
+        + CudaBackend.workspace_bytes(capacity, shapes, deltas),
         kv_context_bytes=options.sequences
         * sum(_resident_tiles(g, options.context_length, max_rows) * g.tile_bytes for g in geometries),
         kv_buffer_bytes=buffer_bytes,
         head_rows=host_weights.head.layout.rows,
         head_pitches=tuple(plane.row_pitch for plane in host_weights.head.layout.planes),
+        state_bytes=options.sequences * state_bytes,
     )
     plan = make_plan(demand, options.wishes)
     if options.measure and options.wishes.head is None and plan.slots:
@@ -131,19 +135,26 @@ def open_gpu_engine(
         else:
             kv_memory = None
             tile_memory = LockedTileMemory(gpu, compute)
+        state_memory: StateMemory | None = None
+        states = None
+        if deltas:
+            states = arena.take(demand.state_bytes, "recurrent state"), demand.state_bytes
+            state_memory = ArenaStateMemory(gpu, compute, *states, state_bytes)
         replayable = all(plan.resident) and plan.kv is KvPlace.GPU and timeline is None
         backend = CudaBackend(
-            gpu, arena, compute, capacity, host, kv_memory, buffer_bytes, options.fast_prefill, replayable
+            gpu, arena, compute, capacity, host, kv_memory, buffer_bytes, options.fast_prefill, replayable, states
         )
         layers = [host_weights.layer(index) for index in range(config.num_layers)]
         matrices = [weight for layer in layers for segment in layer.values() for weight in segment.values()]
-        backend.prepare([*matrices, host_weights.head], shapes)
+        backend.prepare([*matrices, host_weights.head], shapes, deltas)
         weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
         on_failure.callback(weights.close)
         if timeline is None:
-            engine = Engine(checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory)
+            engine = Engine(checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory, state_memory)
         else:
-            engine = TracedEngine(timeline, checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory)
+            engine = TracedEngine(
+                timeline, checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory, state_memory
+            )
         on_failure.pop_all()
     return engine, replace(plan, ring=weights.ring_cost)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from edge_transformer.cuda.timeline import DECODE_PASS, LOGITS, PROMPT_PASS, Timeline
 from edge_transformer.engine.core import Chunk, Engine, PassResult
-from edge_transformer.engine.kv import TileMemory
+from edge_transformer.engine.kv import StateMemory, TileMemory
 from edge_transformer.engine.weights import WeightSource
 from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.formats.weight import Weight
@@ -34,9 +34,11 @@ class TracedEngine(Engine):
         kv_dtype: DType,
         max_rows: int,
         tile_memory: TileMemory,
+        state_memory: StateMemory | None,
     ) -> None:
         self._timeline = timeline
-        super().__init__(checkpoint, spec, backend, TracedWeights(weights, timeline), kv_dtype, max_rows, tile_memory)
+        traced = TracedWeights(weights, timeline)
+        super().__init__(checkpoint, spec, backend, traced, kv_dtype, max_rows, tile_memory, state_memory)
 
     def step(self, chunks: AbstractSequence[Chunk], cancelled: Callable[[], bool] | None = None) -> PassResult | None:
         self._timeline.start()

@@ -57,7 +57,8 @@ class Demand:
     segment_bytes: per layer the bytes of its segments, in order of use. vector_bytes: all small vectors. head_bytes:
     the output projection. workspace_bytes: activations, batch arrays, states, logits. kv_context_bytes: the KV cache of
     the context the user asked for. kv_buffer_bytes: one buffer for a run of KV tiles. head_rows, head_pitches: rows of
-    the output projection and, for each of its planes, bytes of a row.
+    the output projection and, for each of its planes, bytes of a row. state_bytes: the recurrent state of all
+    sequences.
     """
 
     segment_bytes: tuple[tuple[int, ...], ...]
@@ -68,6 +69,7 @@ class Demand:
     kv_buffer_bytes: int
     head_rows: int
     head_pitches: tuple[int, ...]
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,7 @@ def _plan(demand: Demand, resident_count: int, slots: int, unit_layers: bool, he
         ("norms and biases", demand.vector_bytes),
         ("output projection", demand.head_bytes if head is HeadPlace.GPU else 0),
         ("KV cache", demand.kv_context_bytes if kv is KvPlace.GPU else 2 * demand.kv_buffer_bytes),
+        ("recurrent state", demand.state_bytes),
         ("workspace", demand.workspace_bytes),
     )
     aligned = tuple((label, round_up(nbytes, ALIGNMENT)) for label, nbytes in ledger)
