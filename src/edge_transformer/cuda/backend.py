@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from enum import Enum
 from itertools import pairwise
 
@@ -23,13 +24,16 @@ from edge_transformer.cuda.attention import (
     workspace_bytes,
 )
 from edge_transformer.cuda.attention import sources as attention_sources
+from edge_transformer.cuda.delta import DeltaArrays, DeltaParameters, GatedDelta
+from edge_transformer.cuda.delta import check_shape as check_delta_shape
+from edge_transformer.cuda.delta import sources as delta_sources
+from edge_transformer.cuda.delta import workspace_bytes as delta_workspace_bytes
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, DeviceBatch
 from edge_transformer.cuda.elementwise import ElementwiseOps
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.cuda.runtime import Event, Gpu, Graph, Memory, Stream
 from edge_transformer.cuda.streamed_head import StreamedHead
-from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.formats.weight import Weight, round_up
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
@@ -71,7 +75,8 @@ class CudaBackend:
     lengths are read from device memory, so the graph needs no patching.
 
     host: does what is computed on the CPU. kv_memory: (address, bytes) of the KV cache in the arena, None when it is in
-    page-locked host memory and comes in runs through buffers of `kv_buffer_bytes`. Used by one thread at a time.
+    page-locked host memory and comes in runs through buffers of `kv_buffer_bytes`. state_memory: (address, bytes) of
+    the recurrent state in the arena, where the model has any. Used by one thread at a time.
     """
 
     name = "cuda"
@@ -87,6 +92,7 @@ class CudaBackend:
         kv_buffer_bytes: int = 0,
         fast_prefill: bool = False,
         replayable: bool = False,
+        state_memory: tuple[int, int] | None = None,
     ) -> None:
         self._gpu = gpu
         self._replayable = replayable
@@ -100,6 +106,7 @@ class CudaBackend:
         self._host = host
         self._fast = fast_prefill
         self._kv_memory = kv_memory
+        self._state_memory = () if state_memory is None else (state_memory,)
         self._offload = None if kv_memory is not None else OffloadBuffers(gpu, arena, kv_buffer_bytes, compute)
         self._linear = LinearOps(gpu, fast_prefill)
         self._elementwise = ElementwiseOps(gpu)
@@ -111,18 +118,28 @@ class CudaBackend:
         self._rows = LaunchRows(0, 0, 0, 0)
         self._attentions: dict[int, tuple[AttentionShape, Attention]] = {}
         self._attention_workspace = 0
+        self._deltas: dict[DeltaShape, GatedDelta] = {}
+        self._delta_workspace = 0
         self._staging: Memory | None = None
         self._embedded: Memory | None = None
         self._likeliest: Memory | None = None
 
     @staticmethod
-    def workspace_bytes(capacity: BatchCapacity, shapes: Sequence[AttentionShape]) -> int:
-        """Bytes of the arena that the backend itself takes: batch arrays and the states of attention."""
-        attention = max(workspace_bytes(shape, capacity.rows) for shape in shapes)
-        return round_up(DeviceBatch.block_bytes(capacity), 256) + round_up(attention, 256)
+    def workspace_bytes(
+        capacity: BatchCapacity, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
+    ) -> int:
+        """Bytes of the arena that the backend itself takes: batch arrays, the states of attention, what the chunked
+        form of the gated delta rule makes. Raises UnsupportedModelError for a layer that there are no kernels for.
+        """
+        for shape in deltas:
+            check_delta_shape(shape)
+        blocks = DeviceBatch.block_bytes(capacity), *_workspaces(capacity, shapes, deltas)
+        return sum(round_up(nbytes, 256) for nbytes in blocks)
 
-    def prepare(self, weights: Iterable[Weight], shapes: Sequence[AttentionShape]) -> None:
-        """Compile all kernels that a model of these weights and attentions needs, several at once; called once at load,
+    def prepare(
+        self, weights: Iterable[Weight], shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
+    ) -> None:
+        """Compile all kernels that a model of these weights and mixers needs, several at once; called once at load,
         so that no pass waits for a compiler.
         """
         capability = self._gpu.properties.capability
@@ -130,6 +147,8 @@ class CudaBackend:
         for shape in shapes:
             sources += self._elementwise.sources(shape.kv_dtype)
             sources += attention_sources(shape, capability, self._fast)
+        for delta in deltas:
+            sources += delta_sources(delta)
         self._gpu.prepare(list(dict.fromkeys(sources)))
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
@@ -138,14 +157,17 @@ class CudaBackend:
     def reserve(
         self, rows: int, cols: int, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
     ) -> None:
-        """Workspace of attention, kernels of `shapes`, staging memory for `rows` rows of `cols` columns."""
-        if deltas:
-            raise _unsupported()
+        """Workspaces and kernels of the mixers, staging memory for `rows` rows of `cols` columns."""
         self._host.reserve(rows, cols, ())
-        nbytes = max(workspace_bytes(shape, rows) for shape in shapes)
-        self._attention_workspace = self._arena.take(nbytes, "attention states")
+        attention_bytes, delta_bytes = _workspaces(self._capacity, shapes, deltas)
+        if attention_bytes:
+            self._attention_workspace = self._arena.take(attention_bytes, "attention states")
+        if delta_bytes:
+            self._delta_workspace = self._arena.take(delta_bytes, "pieces of gated-delta layers")
         for shape in shapes:
             self._attention(shape)
+        for delta in deltas:
+            self._delta(delta)
         self._grow_staging(rows * cols * ITEM_BYTES[DType.F32])
         # Rows of the embedding have memory of their own, whose address a graph can keep.
         self._embedded = self._gpu.allocate_host(rows * cols * ITEM_BYTES[DType.F32], "rows of the embedding")
@@ -249,10 +271,14 @@ class CudaBackend:
             self._attend_offloaded(q, shape, out, batch, self._offload)
 
     def split_query_gate(self, joined: Tensor, shape: AttentionShape, q: Tensor, gate: Tensor, batch: Batch) -> None:
-        raise _unsupported()
+        if self._mode is Mode.REPLAYING:
+            return
+        self._elementwise.split_query_gate(joined, shape, q, gate, self._rows, self._compute)
 
     def apply_gate(self, x: Tensor, gate: Tensor, batch: Batch) -> None:
-        raise _unsupported()
+        if self._mode is Mode.REPLAYING:
+            return
+        self._elementwise.apply_gate(x, gate, self._rows, self._compute)
 
     def gated_delta(
         self,
@@ -268,7 +294,24 @@ class CudaBackend:
         out: Tensor,
         batch: Batch,
     ) -> None:
-        raise _unsupported()
+        if self._mode is Mode.REPLAYING:
+            return
+        device = self._device
+        arrays = DeltaArrays(
+            device.counts,
+            device.pieces,
+            device.piece_count,
+            device.decode_starts,
+            device.decode_next,
+            self._rows.decode,
+            device.state_table(shape.layer),
+            device.sequences,
+            self._rows.prompt,
+            self._state_memory,
+        )
+        parameters = DeltaParameters(conv, decay, dt_bias, norm)
+        op, workspace = self._delta(shape), self._delta_workspace
+        op.run(qkv, z, a, b, parameters, out, arrays, workspace, self._compute)
 
     def gated_mlp(
         self,
@@ -397,6 +440,13 @@ class CudaBackend:
             self._attentions[id(shape)] = known = (shape, made)
         return known[1]
 
+    def _delta(self, shape: DeltaShape) -> GatedDelta:
+        """The op of a layer; layers that differ in their number alone share it."""
+        key = replace(shape, layer=0)
+        if key not in self._deltas:
+            self._deltas[key] = GatedDelta(self._gpu, shape, self._capacity.rows, self._capacity.sequences)
+        return self._deltas[key]
+
     def _attend(
         self,
         q: Tensor,
@@ -485,7 +535,11 @@ def _host_tensor(values: npt.NDArray[np.float32]) -> Tensor:
     return Tensor(values.ctypes.data, values.shape, DType.F32, values)
 
 
-def _unsupported() -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "gated-delta layers and output gates are not computed on a GPU; use --backend reference"
+def _workspaces(
+    capacity: BatchCapacity, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape]
+) -> tuple[int, int]:
+    """Bytes of workspace of attention and of the gated delta rule; 0 where no layer needs it."""
+    return (
+        max((workspace_bytes(shape, capacity.rows) for shape in shapes), default=0),
+        max((delta_workspace_bytes(shape, capacity.rows, capacity.sequences) for shape in deltas), default=0),
     )

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer.cuda.attention import query_block_entries, query_blocks
+from edge_transformer.cuda.delta import PIECE_INTS, START_INTS, decode_order, piece_entries, pieces
 from edge_transformer.cuda.runtime import Gpu, Memory, Stream
 from edge_transformer.formats.weight import round_up
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
@@ -32,13 +33,16 @@ def bucket(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BatchCapacity:
-    """What the block is made for. tiles: KV tiles of the longest sequence the model can have."""
+    """What the block is made for. tiles: KV tiles of the longest sequence the model can have. recurrent: the model has
+    gated-delta layers.
+    """
 
     rows: int
     sequences: int
     tiles: int
     layers: int
     rotary_dims: tuple[int, ...]  # of each rope
+    recurrent: bool = False
 
 
 class DeviceBatch:
@@ -50,6 +54,11 @@ class DeviceBatch:
     query_blocks  int32 [entries, 4] as attention.query_blocks makes them, zeros after the last
     cos, sin      per rope f32 [rows, rotary_dim / 2]
     tile_table(layer)   int64 [sequences, tile_stride]: addresses of KV tiles, 0 where freed
+
+    Where the model is recurrent also:
+    pieces        int32 [entries, 8] as delta.pieces makes them
+    decode_starts, decode_next   int32 [rows, 4], [rows] as delta.decode_order makes them
+    state_table(layer)  int64 [sequences]: addresses of blocks of recurrent state
     """
 
     def __init__(self, gpu: Gpu, address: int, staging: Memory, capacity: BatchCapacity) -> None:
@@ -61,6 +70,7 @@ class DeviceBatch:
         self._address = address
         self.tile_stride = capacity.tiles
         self.prompt_rows = self.rows = self.sequences = self.logit_rows_count = self.query_block_count = 0
+        self.piece_count = 0
         self.last_position = 0
         logit_counts = np.zeros((MAX_LOGIT_ROWS, 4), np.int32)
         logit_counts[:, 3] = range(1, MAX_LOGIT_ROWS + 1)
@@ -127,6 +137,21 @@ class DeviceBatch:
     def tile_table(self, layer: int) -> int:
         return self._at("tile_tables") + layer * self._capacity.sequences * self.tile_stride * 8
 
+    @property
+    def pieces(self) -> int:
+        return self._at("pieces")
+
+    @property
+    def decode_starts(self) -> int:
+        return self._at("decode_starts")
+
+    @property
+    def decode_next(self) -> int:
+        return self._at("decode_next")
+
+    def state_table(self, layer: int) -> int:
+        return self._at("state_tables") + layer * self._capacity.sequences * 8
+
     def stage(self, batch: Batch) -> None:
         """Write a batch into the staging memory, which the pass before must have read; `upload` brings it to the
         device.
@@ -157,10 +182,26 @@ class DeviceBatch:
         )
         for layer, table in enumerate(batch.tile_tables):
             tables[layer, : table.shape[0], : table.shape[1]] = table
+        if capacity.recurrent:
+            self._stage_recurrent(batch)
 
     def upload(self, stream: Stream) -> None:
         """Queue the copy of what is staged."""
         self._gpu.copy(self._address, self._staging.address, self.nbytes, stream)
+
+    def _stage_recurrent(self, batch: Batch) -> None:
+        capacity = self._capacity
+        listed = pieces(batch.prompt_spans, piece_entries(capacity.rows, capacity.sequences))
+        starts, following = decode_order(batch.positions, batch.row_sequence, batch.prompt_rows, capacity.rows)
+        self.piece_count = int(np.count_nonzero(listed[:, 1]))
+        self._put("pieces", listed)
+        self._put("decode_starts", starts)
+        self._put("decode_next", following)
+        tables = array_at(
+            self._staging.address + self._offsets["state_tables"], (capacity.layers, capacity.sequences), np.int64
+        )
+        for layer, table in enumerate(batch.state_tables):
+            tables[layer, : len(table)] = table
 
     def _at(self, name: str) -> int:
         return self._address + self._offsets[name]
@@ -193,6 +234,11 @@ def _offsets(capacity: BatchCapacity) -> tuple[dict[str, int], int]:
     for rope, rotary_dim in enumerate(capacity.rotary_dims):
         sizes[f"cos.{rope}"] = sizes[f"sin.{rope}"] = rows * rotary_dim // 2 * 4
     sizes["tile_tables"] = capacity.layers * capacity.sequences * capacity.tiles * 8
+    if capacity.recurrent:
+        sizes["pieces"] = piece_entries(rows, capacity.sequences) * PIECE_INTS * 4
+        sizes["decode_starts"] = rows * START_INTS * 4
+        sizes["decode_next"] = rows * 4
+        sizes["state_tables"] = capacity.layers * capacity.sequences * 8
     offsets: dict[str, int] = {}
     total = 0
     for name, nbytes in sizes.items():
