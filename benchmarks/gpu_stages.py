@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -47,11 +48,19 @@ class Session:
     traces: Path | None = None
 
     def model(self, shape: str, file_format: str) -> Path:
-        """The model, made where it is not there yet."""
+        """The model, made where it is not there yet. Where there is no room, the other models make it."""
         path = self.models / (f"{shape}-{file_format.lower()}" + ("" if file_format == "hf" else ".gguf"))
-        if not path.exists():
-            write_model(path, shape, file_format, self.threads)
-        return path
+        if path.exists():
+            return path
+        try:
+            return write_model(path, shape, file_format, self.threads)
+        except OSError:
+            others = list(self.models.iterdir())
+            if not others:
+                raise
+            for other in others:
+                shutil.rmtree(other) if other.is_dir() else other.unlink()
+            return write_model(path, shape, file_format, self.threads)
 
     def peer_result(self, model: Path, *options: str) -> PeerResult | None:
         """The best of llama-bench's tests, None without it."""
@@ -326,6 +335,8 @@ def _decode_beside(
             sequence = opened.engine.new_sequence()
             opened.engine.prefill(sequence, [index % 1000 for index in range(depth)])
             rates[depth] = decode_rate(opened.engine, sequence, TOKENS)
+            sampled = decode_rate(opened.engine, sequence, TOKENS, read_logits=True)
+            yield stated(f"{shape} {file_format} resident: decode at depth {depth}, logits read", sampled, "tok/s")
             sequence.close()
     for depth, rate in rates.items():
         options = ("-ngl", "99", "-p", "0", "-n", str(TOKENS), "-d", str(depth), "-r", "3")

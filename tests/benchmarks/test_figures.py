@@ -14,6 +14,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import gpu_figures
 import gpu_measure
+import gpu_stages
 from bus_gaps import idle_time, without_first_passes
 from figures import Figure, StageResult, at_least, at_most, beside, load, number, save, stated, summary, table
 from gpu_measure import HeadRates, decode_limit
@@ -122,6 +123,22 @@ def test_an_unknown_stage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", ["gpu_figures.py", str(tmp_path), "--only", "ceiling"])
     with pytest.raises(SystemExit, match="no stage ceiling; there are: ceilings"):
         gpu_figures.main()
+
+
+def test_other_models_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, shape: str, file_format: str, threads: int) -> Path:
+        if any(tmp_path.iterdir()):
+            raise OSError("no room")
+        path.touch()
+        return path
+
+    monkeypatch.setattr(gpu_stages, "write_model", write)
+    (tmp_path / "8b-hf").mkdir()
+    (tmp_path / "8b-hf" / "model.safetensors").touch()
+    (tmp_path / "8b-q4_0.gguf.partial").touch()
+    session = Session(tmp_path, 1)
+    assert session.model("1b", "BF16") == session.model("1b", "BF16") == tmp_path / "1b-bf16.gguf"
+    assert list(tmp_path.iterdir()) == [tmp_path / "1b-bf16.gguf"]
 
 
 # ---- the table
