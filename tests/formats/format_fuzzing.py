@@ -18,7 +18,9 @@ from edge_transformer.errors import FormatError, UnsupportedModelError
 from edge_transformer.formats.gguf_reader import MAX_TENSORS
 from edge_transformer.formats.gguf_types import StringArray
 from edge_transformer.formats.open import open_checkpoint
+from edge_transformer.formats.planes_writer import PlainTensor, plan_file
 from edge_transformer.formats.repack import read_vector
+from edge_transformer.formats.weight import WeightFormat, packed_layout
 from formats.sample_files import (
     ARRAY,
     GGUF_TYPES,
@@ -70,6 +72,10 @@ def sample_models() -> list[tuple[str, Folder]]:
     }
     config = b'{"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}, "layers": [1, 2]}'
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    planes = plan_file(
+        [("w", packed_layout(WeightFormat.I4_G64, 3, 64)), ("b", PlainTensor(WeightFormat.F32, (2,)))],
+        {"edge_transformer.names": "gguf"},
+    )
     index = {"metadata": {"total_size": 20}, "weight_map": {"a": one, "b": two, "c": two}}
     return [
         ("m.gguf", {"m.gguf": gguf_bytes(pairs, tensors)}),
@@ -88,6 +94,13 @@ def sample_models() -> list[tuple[str, Folder]]:
                 one: safetensors_bytes({"a": entry("F32", [2], 0, 8)}, bytes(8)),
                 two: safetensors_bytes({"b": entry("F16", [2], 0, 4), "c": entry("F32", [2], 4, 12)}, bytes(12)),
                 "model.safetensors.index.json": json.dumps(index).encode(),
+            },
+        ),
+        (
+            "",
+            {
+                "model.safetensors": planes.header + bytes(planes.nbytes - len(planes.header)),
+                "metadata.gguf": gguf_bytes(pairs[:1], []),
             },
         ),
     ]

@@ -66,6 +66,8 @@ def plan_file(items: Sequence[tuple[str, WeightLayout | PlainTensor]], metadata:
             paddings += 1
 
     for name, item in items:
+        if name in starts:
+            raise ValueError(f"two tensors are called {name!r}")
         starts[name] = position
         if isinstance(item, PlainTensor):
             add(name, item.format.value, item.shape, item.nbytes)

@@ -55,6 +55,10 @@ def read_vector(info: TensorInfo) -> npt.NDArray[np.float32]:
     count = math.prod(info.shape)
     if count == 0:
         return np.zeros(info.shape, np.float32)
+    if info.layout is not None:
+        values = dequantize(Weight(info.layout, info.file.address + info.offset, info.file))
+        info.file.check_unchanged()
+        return values
     if FORMATS[info.format].block_cols > 1:
         return _read_quantized(info)
     data = bytes_at(info.file.address + info.offset, info.nbytes).copy()
