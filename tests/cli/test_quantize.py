@@ -1,0 +1,78 @@
+"""`ete quantize`: what it says and leaves, and that the other commands take what it made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edge_transformer.cli.main import ete
+from engine.test_llm import write_chat_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
+
+
+def invoke(*arguments: Any) -> Result:
+    return CliRunner().invoke(ete, [str(argument) for argument in arguments])
+
+
+def test_a_quantized_model_is_a_model(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    result = invoke("quantize", model, out, "--format", "int4", "--group", 32, "--threads", 1)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("tensors      format   number       size  relative RMS error")
+    assert any(line.startswith("q            Q4_0") for line in lines)
+    assert any(line.startswith("embedding    Q8_0          1") for line in lines)
+    assert any(line.startswith("vectors      F32") and line.endswith("as they were") for line in lines)
+    assert lines[-1].startswith(f"{out}: int4, groups of 32; ")
+
+    options = ("--raw", "--max-tokens", 3, "--ignore-eos", "--threads", 1, "--seed", 1)
+    answer = invoke("run", out, "hello", *options, "--json")
+    assert answer.exit_code == 0, answer.stderr
+    assert len(json.loads(answer.stdout)["ids"]) == 3
+    facts = json.loads(invoke("info", out, "--json").stdout)
+    assert facts["runs"]
+    assert "Q4_0" in str(facts["parts"])
+
+
+def test_the_report_as_json(model: Path, tmp_path: Path) -> None:
+    result = invoke("quantize", model, tmp_path / "out", "--format", "int8-row", "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report.pop("path") == str(tmp_path / "out")
+    assert report == json.loads((tmp_path / "out" / "quantization.json").read_text())
+    assert (report["quantization"], report["format"]) == ("int8, a scale per row", "int8-row")
+    assert {tensor["format"] for tensor in report["tensors"]} <= {"I8_ROW", "Q8_0", "F32"}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ((), 2, "Missing option '--format'"),
+        (("--format", "int5"), 2, "int5"),
+        (("--format", "int8", "--group", "32"), 2, "settings of int4"),
+        (("--format", "int4", "--group", "16"), 2, "16"),
+        (("--format", "int4", "--minimums"), 2, "minimums need groups of 32"),
+        (("--format", "int4", "--threads", "0"), 2, "0"),
+    ],
+)
+def test_wrong_options(model: Path, tmp_path: Path, options: tuple[str, ...], code: int, message: str) -> None:
+    result = invoke("quantize", model, tmp_path / "out", *options)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_is_left_alone(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    result = invoke("quantize", model, tmp_path / "out", "--format", "int8")
+    assert result.exit_code == 2
+    assert "nothing is overwritten" in result.stderr
+    assert not list((tmp_path / "out").iterdir())
