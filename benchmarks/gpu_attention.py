@@ -1,9 +1,10 @@
 """Speed of attention on a GPU: decode rows over deep contexts, prompt chunks, runs of tiles from the host.
 
     python benchmarks/gpu_attention.py decode       microseconds and GB/s of keys and values, beside the copy ceiling
-    python benchmarks/gpu_attention.py prompt       TFLOP/s of 512 rows (4 * heads * head_dim per row and position seen)
+    python benchmarks/gpu_attention.py prompt       TFLOP/s of chunks (4 * heads * head_dim per row and position seen),
+                                                    and of a whole prompt in such chunks
     python benchmarks/gpu_attention.py offload      a decode row over host tiles: GB/s of the bus with compute under it
-    options: --plain (the sm_75 path)  --kv f32
+    options: --plain (the sm_75 path)  --kv f32  --rows 512 2048 (of a chunk)
 
 Every layer has keys and values of its own, larger together than the caches. Times are of replayed graphs, between two
 events; the median of the rounds.
@@ -12,7 +13,7 @@ events; the median of the rounds.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from gpu_linear import Bench, copy_ceiling
@@ -33,9 +34,12 @@ from edge_transformer.ops.tensor import ITEM_BYTES, DType, array_at
 
 SHAPES = ((12, 2, 128), (16, 4, 256), (32, 8, 128))
 DEPTHS = (512, 4096, 32768)
-PROMPT_ROWS = 512
+PROMPT_ROWS = (512, 2048, 8192)
 PROMPT_POSITIONS = (0, 8192, 32768)
+WHOLE_PROMPT = 8192
+LAYERS = 4  # that prompts are timed with
 KV_BYTES = 512 << 20  # of all layers, or one layer where it is larger
+KV_BLOCK_BYTES = 4 << 20  # of random numbers, repeated
 RUN_BYTES = 4 << 20
 
 
@@ -76,7 +80,7 @@ class Pass:
     def random_tiles(self, nbytes: int) -> int:
         """Keys and values made on the device by repeating a block."""
         bench = self.bench
-        address, block = bench.empty(nbytes, "KV"), min(nbytes, bench.staging.nbytes)
+        address, block = bench.empty(nbytes, "KV"), min(nbytes, KV_BLOCK_BYTES)
         numbers = bench.rng.standard_normal(block // 4, dtype=np.float32).view(np.uint32)
         if self.shape.kv_dtype == DType.BF16:
             numbers = (numbers & 0xFFFF0000) | (numbers[::-1] >> 16)
@@ -97,7 +101,7 @@ class Pass:
     def seconds(self, fast: bool = False) -> float:
         """Of one layer."""
         op = Attention(self.bench.gpu, self.shape, self.prompt_rows + self.decode_rows, fast)
-        return self.bench.seconds(lambda: self.launch(op), 3) / self.layers
+        return self.bench.seconds(lambda: self.launch(op), 1 if self.prompt_rows else 3) / self.layers
 
 
 def decode(bench: Bench, kv_dtype: DType) -> None:
@@ -116,18 +120,30 @@ def decode(bench: Bench, kv_dtype: DType) -> None:
                 bench.free()
 
 
-def prompt(bench: Bench, kv_dtype: DType) -> None:
+def prompt(bench: Bench, kv_dtype: DType, chunks: Sequence[int]) -> None:
     for heads in SHAPES:
         shape = make_shape(*heads, kv_dtype)
-        for position in PROMPT_POSITIONS:
-            work = Pass(bench, shape, position, PROMPT_ROWS, 0)
-            work.kv = work.kv[:8]
-            work.layers = len(work.kv)
-            flops = attention_flops(shape, position, PROMPT_ROWS)
-            times = [work.seconds(fast) for fast in (False, True)]
-            figures = ", ".join(f"{1e6 * took:8.0f} us {flops / took / 1e12:6.1f} TFLOP/s" for took in times)
-            print(f"{heads!s:14} {PROMPT_ROWS} rows at {position:6d}, three terms and one: {figures}")
-            bench.free()
+        for rows in chunks:
+            figures = ""
+            whole = {False: 0.0, True: 0.0}  # seconds of a prompt, by `fast`
+            starts = set(range(0, WHOLE_PROMPT, rows))
+            for position in sorted(starts | set(PROMPT_POSITIONS)):
+                work = Pass(bench, shape, position, rows, 0)
+                work.kv = work.kv[:LAYERS]
+                work.layers = len(work.kv)
+                speeds = []
+                for fast in (False, True):
+                    took = work.seconds(fast)
+                    whole[fast] += took if position in starts else 0
+                    speeds.append(attention_flops(shape, position, rows) / took / 1e12)
+                if position in PROMPT_POSITIONS:
+                    figures += f"  at {position}: {speeds[0]:5.1f} {speeds[1]:6.1f}"
+                bench.free()
+            flops = attention_flops(shape, 0, WHOLE_PROMPT)
+            total = "  ".join(f"{1e3 * took:6.2f} ms {flops / took / 1e12:6.1f}" for took in whole.values())
+            print(
+                f"{heads!s:14} {rows:5d} rows, TFLOP/s of three terms and one:{figures}  {WHOLE_PROMPT} tokens: {total}"
+            )
 
 
 def offload(bench: Bench, kv_dtype: DType) -> None:
@@ -184,12 +200,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=["decode", "prompt", "offload"])
     parser.add_argument("--kv", choices=["bf16", "f32"], default="bf16")
+    parser.add_argument("--rows", type=int, nargs="+", default=PROMPT_ROWS, help="rows of a prompt's chunk")
     parser.add_argument("--plain", action="store_true", help="take the path of cards without tensor cores")
     options = parser.parse_args()
     bench = Bench(options.plain)
     print(bench.gpu.properties.name, bench.gpu.properties.capability, options.kv)
+    kv_dtype = DType(options.kv)
     for what in options.what:
-        {"decode": decode, "prompt": prompt, "offload": offload}[what](bench, DType(options.kv))
+        if what == "decode":
+            decode(bench, kv_dtype)
+        elif what == "prompt":
+            prompt(bench, kv_dtype, options.rows)
+        else:
+            offload(bench, kv_dtype)
     bench.staging.close()
     bench.gpu.close()
 

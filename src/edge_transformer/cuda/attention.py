@@ -33,8 +33,8 @@ _WAVE_STATES = 128  # units of a wave, over the rows of a launch
 _STATE_COLUMNS = 64  # columns of acc that a block of the merge holds
 _DECODE_HEADS = 8  # query heads of a block
 _MERGE_THREADS = 128
-_PROMPT_SHARED_BYTES = 98 << 10  # what a block of the tensor-core path may take on every card that has one
-_LAUNCH_PRODUCTS = 6 << 33  # multiply-adds of a launch: 0.15 s on the slowest card in mind (sm_75, 14 multiprocessors)
+_PROMPT_WARPS = 4  # of a block of the tensor-core path: its shared memory fits every card that has tensor cores
+_LAUNCH_PRODUCTS = 7 << 29  # multiply-adds of a launch for each multiprocessor: 0.15 s on the slowest in mind (sm_75)
 _BEGIN, _END = 1, 2
 
 
@@ -114,7 +114,7 @@ class Attention:
         self._gpu = gpu
         self._shape = shape
         self._rows = rows
-        self._prompt_plan = _prompt_plan(shape, _uses_tensor_cores(shape, gpu.properties.capability))
+        self._prompt_plan = _prompt_plan(shape, _uses_tensor_cores(shape, gpu.properties.capability), fast)
         decode, merge, prompt = sources(shape, gpu.properties.capability, fast)
         self._decode, self._merge, self._prompt = gpu.kernel(decode), gpu.kernel(merge), gpu.kernel(prompt)
 
@@ -155,7 +155,7 @@ class Attention:
         shape, plan = self._shape, self._prompt_plan
         where = _tiles(kv)
         per_tile = 2 * entries * QUERY_BLOCK_ROWS * shape.heads * shape.head_dim * KV_TILE_POSITIONS
-        at_once = max(1, _LAUNCH_PRODUCTS // per_tile)
+        at_once = max(1, _LAUNCH_PRODUCTS * self._gpu.properties.multiprocessors // per_tile)
         for start in range(0, where.count, at_once):
             count = min(at_once, where.count - start)
             flags = _flags(begin and start == 0, end and start + count == where.count)
@@ -247,7 +247,7 @@ def sources(
 ) -> tuple[KernelSource, KernelSource, KernelSource]:
     """The kernels of a shape: decode, merge, prompt."""
     tensor = _uses_tensor_cores(shape, capability)
-    plan = _prompt_plan(shape, tensor)
+    plan = _prompt_plan(shape, tensor, fast)
     decode_heads = _decode_heads(shape)
     prompt_defines = [*_defines(shape, plan.heads), ("ETE_ROWS", str(plan.rows))]
     if tensor:
@@ -293,20 +293,28 @@ class _PromptPlan:
     shared_bytes: int
 
 
-def _prompt_plan(shape: AttentionShape, tensor: bool) -> _PromptPlan:
+def _prompt_plan(shape: AttentionShape, tensor: bool, fast: bool) -> _PromptPlan:
     group, dim = shape.heads // shape.kv_heads, shape.head_dim
     if not tensor:
         heads = min(group, 2)
         keys = 32 if dim <= 128 else 16
         return _PromptPlan(heads, 32 // heads, 128, 4 * (32 * dim + keys * dim + 32 * keys))
-    split, keys = (1, 64) if dim <= 128 else (2, 32)
-    columns = round_up(dim, 16 * split)
-    kv_bytes = 2 * keys * (2 * columns + 16)
-    unit_bytes = columns // 16 * 3 * 32 * 16 + (split * keys * 64 if split > 1 else 0)  # of 16 rows of a head
-    units = min(4 // split, (_PROMPT_SHARED_BYTES - kv_bytes) // unit_bytes)
-    heads = -(-group // -(-group // units))
-    parts = next(parts for parts in (4, 2, 1) if heads * parts <= units)
-    return _PromptPlan(heads, 16 * parts, 32 * split * heads * parts, kv_bytes + heads * parts * unit_bytes)
+    # The constants of kernels/attention_prompt_tensor.cu: 16 rows of a head are a tile, a warp takes one or two.
+    warp_tiles = 2 if fast and dim <= 128 else 1
+    keys = 64 if fast or dim <= 128 else 32
+    steps = -(-dim // 16)
+    query_bytes = steps * 512 * (1 if fast else 3 if dim <= 128 else 2)  # of a tile
+    most = _PROMPT_WARPS * warp_tiles
+    choices = [(heads, parts) for parts in (4, 2) for heads in range(1, group + 1) if heads * parts <= most]
+    # As many tiles as can be that are of a head; of equals, one with few tiles of none.
+    heads, parts = max(choices, key=lambda choice: (choice[0] * choice[1] * _share_in_use(group, choice[0]), choice[1]))
+    shared = 2 * keys * (32 * steps + 16) + heads * parts * query_bytes
+    return _PromptPlan(heads, 16 * parts, 32 * heads * parts // warp_tiles, shared)
+
+
+def _share_in_use(group: int, heads: int) -> float:
+    """Of the places for heads in blocks that take `heads` each, those that have one."""
+    return group / (-(-group // heads) * heads)
 
 
 def _uses_tensor_cores(shape: AttentionShape, capability: tuple[int, int]) -> bool:

@@ -18,6 +18,7 @@ constexpr int kGroup = ETE_GROUP;
 constexpr int kHeads = ETE_HEADS;
 constexpr int kHeadChunks = (kGroup + kHeads - 1) / kHeads;
 constexpr int kTilePositions = 512;
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kElementBytes = ETE_KV_BF16 ? 2 : 4;
 constexpr int kRowBytes = kHeadDim * kElementBytes;
 // Copies of m and l that a row and head have in `state`: one for each block that holds columns of its acc.

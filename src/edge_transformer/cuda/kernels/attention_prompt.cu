@@ -43,12 +43,13 @@ extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_prompt(
   float* elements = query + kHeadDim * kWarp;    // [position][column]
   float* weights = elements + kKeys * kHeadDim;  // [position][lane]: scores, then weights
 
-  const RowBlock rows = row_block(entries, window, first_tile, tile_count, run_sequence);
+  const Part block = part_of_block();
+  const RowBlock rows = row_block(entries, block.rows, window, first_tile, tile_count, run_sequence);
   const Span span = rows.span;
   if (rows.count == 0 || (span.begin >= span.end && flags == 0)) return;
   const int lane = lane_id(), warp = warp_id();
-  const int kv_head = static_cast<int>(blockIdx.y) / kHeadChunks;
-  const int head_of_group = static_cast<int>(blockIdx.y) % kHeadChunks * kHeads + lane % kHeads;
+  const int kv_head = block.heads / kHeadChunks;
+  const int head_of_group = block.heads % kHeadChunks * kHeads + lane % kHeads;
   const bool there = lane / kHeads < rows.count && head_of_group < kGroup;
   const int heads = kv_heads * kGroup;
   const int64_t place = static_cast<int64_t>(rows.row + lane / kHeads) * heads + kv_head * kGroup + head_of_group;

@@ -19,12 +19,23 @@ struct RowBlock {
   Span span;  // positions that any of the rows sees in the tiles of this launch
 };
 
-ETE_DEVICE RowBlock row_block(const int* entries, int window, int first_tile, int tile_count, int run_sequence) {
+// What blocks stand for, in the order in which they start: all heads of the last rows first, since these see most and
+// take longest. A grid is (parts of entries, KV heads * kHeadChunks).
+struct Part {
+  int rows;
+  int heads;
+};
+ETE_DEVICE Part part_of_block(int nought = 0) {  // made_again(0): computed once more
+  const int number = nought + static_cast<int>(blockIdx.y * gridDim.x + blockIdx.x),
+            heads = static_cast<int>(gridDim.y);
+  return {static_cast<int>(gridDim.x) - 1 - number / heads, number % heads};
+}
+
+ETE_DEVICE RowBlock row_block(const int* entries, int part, int window, int first_tile, int tile_count,
+                              int run_sequence) {
   constexpr int parts = kEntryRows / kRows;
-  // The last first: they see most, and take longest.
-  const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-  const int* entry = entries + index / parts * 4;
-  const int skipped = index % parts * kRows;
+  const int* entry = entries + part / parts * 4;
+  const int skipped = part % parts * kRows;
   const int count = max(0, min(kRows, entry[1] - skipped));
   const int position = entry[2] + skipped;
   const bool ours = run_sequence < 0 || entry[3] == run_sequence;
