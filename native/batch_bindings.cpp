@@ -32,7 +32,9 @@ constexpr int64_t kMaxPosition = int64_t(1) << 24;
 
 void check_positions(const BatchView& batch) {
   int64_t tiles = kMaxPosition / kTilePositions;
-  for (const TileTable& table : batch.tables) tiles = std::min(tiles, table.tiles_per_sequence);
+  for (const TileTable& table : batch.tables) {
+    if (table.tiles_per_sequence > 0) tiles = std::min(tiles, table.tiles_per_sequence);  // else: no attention
+  }
   for (int64_t row = 0; row < batch.rows; ++row) {
     const int64_t position = batch.positions[row];
     if (position < 0 || position / kTilePositions >= tiles) {
@@ -61,7 +63,8 @@ void check_spans(const BatchView& batch) {
 BatchView* make_batch(int64_t prompt_rows, Array<int32_t, 1> positions, Array<int32_t, 1> row_sequence,
                       const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& spans,
                       const std::vector<Array<float, 2>>& rope_cos, const std::vector<Array<float, 2>>& rope_sin,
-                      const std::vector<Array<int64_t, 2>>& tile_tables) {
+                      const std::vector<Array<int64_t, 2>>& tile_tables,
+                      const std::vector<Array<int64_t, 1>>& state_tables) {
   auto batch = std::make_unique<BatchView>();
   batch->rows = int64_t(positions.shape(0));
   batch->prompt_rows = prompt_rows;
@@ -88,6 +91,11 @@ BatchView* make_batch(int64_t prompt_rows, Array<int32_t, 1> positions, Array<in
     require(int64_t(table.shape(0)) >= sequences, "a tile table has fewer rows than the pass has sequences");
     batch->tables.push_back({table.data(), int64_t(table.shape(1))});
   }
+  for (const auto& table : state_tables) {
+    const auto blocks = int64_t(table.shape(0));
+    require(blocks == 0 || blocks >= sequences, "a table of states has fewer entries than the pass has sequences");
+    batch->states.push_back(blocks == 0 ? nullptr : table.data());
+  }
   check_positions(*batch);
   check_spans(*batch);
   return batch.release();
@@ -100,7 +108,8 @@ void bind_batch(nb::module_& m) {
   nb::class_<BatchView>(m, "BatchView")
       .def(nb::new_(&make_batch), nb::arg("prompt_rows"), nb::arg("positions").noconvert(),
            nb::arg("row_sequence").noconvert(), nb::arg("prompt_spans"), nb::arg("rope_cos").noconvert(),
-           nb::arg("rope_sin").noconvert(), nb::arg("tile_tables").noconvert())
+           nb::arg("rope_sin").noconvert(), nb::arg("tile_tables").noconvert(),
+           nb::arg("state_tables").noconvert() = std::vector<Array<int64_t, 1>>())
       .def_ro("rows", &BatchView::rows)
       .def_ro("prompt_rows", &BatchView::prompt_rows);
 }

@@ -32,7 +32,8 @@ struct BatchView {
   const int32_t* row_sequence;  // [rows]
   std::vector<PromptSpan> spans;
   std::vector<RopeRows> ropes;
-  std::vector<TileTable> tables;  // per layer
+  std::vector<TileTable> tables;       // per layer
+  std::vector<const int64_t*> states;  // per layer [sequences] addresses of blocks; null where a layer has none
 
   const int64_t* tiles(int layer, int64_t sequence) const {
     return tables[layer].tiles + sequence * tables[layer].tiles_per_sequence;

@@ -46,6 +46,16 @@ class ElementwiseOps {
     ete::select_rows(pool_, at<const float>(x), cols, at<const int32_t>(rows), count, at<float>(out));
   }
 
+  void split_query_gate(Address joined, int64_t rows, int64_t heads, int64_t head_dim, Address q, Address gate) const {
+    const nb::gil_scoped_release release;
+    ete::split_query_gate(pool_, at<const float>(joined), rows, heads, head_dim, at<float>(q), at<float>(gate));
+  }
+
+  void apply_gate(Address x, Address gate, int64_t rows, int64_t cols) const {
+    const nb::gil_scoped_release release;
+    ete::apply_gate(pool_, kernels_, at<float>(x), at<const float>(gate), rows, cols);
+  }
+
   void apply(int function, Address x, int64_t count, Address out) const {
     const nb::gil_scoped_release release;
     kernels_.apply(function, at<const float>(x), count, at<float>(out));
@@ -65,6 +75,9 @@ void bind_elementwise(nb::module_& m) {
            nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("rows"), nb::arg("cols"))
       .def("select_rows", &ElementwiseOps::select_rows, nb::arg("x"), nb::arg("x_rows"), nb::arg("cols"),
            nb::arg("rows"), nb::arg("count"), nb::arg("out"))
+      .def("split_query_gate", &ElementwiseOps::split_query_gate, nb::arg("joined"), nb::arg("rows"), nb::arg("heads"),
+           nb::arg("head_dim"), nb::arg("q"), nb::arg("gate"))
+      .def("apply_gate", &ElementwiseOps::apply_gate, nb::arg("x"), nb::arg("gate"), nb::arg("rows"), nb::arg("cols"))
       .def("apply", &ElementwiseOps::apply, nb::arg("function"), nb::arg("x"), nb::arg("count"), nb::arg("out"),
            "out[i] = function(x[i]): 0 exp, 1 tanh, 2 silu, 3 gelu_tanh. For tests of the vector functions.");
 }

@@ -9,6 +9,7 @@ NB_MODULE(_native, m) {
   ete::bind_batch(m);
   ete::bind_attention(m);
   ete::bind_elementwise(m);
+  ete::bind_gated_delta(m);
   ete::bind_formats(m);
   ete::bind_quantize(m);
   ete::bind_text(m);

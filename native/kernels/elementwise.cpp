@@ -17,6 +17,13 @@ void to_bf16(const float* values, int64_t count, uint16_t* out) {
   }
 }
 
+void gate(float* x, const float* gate, int64_t count) {
+  for_vectors(count, [&](int64_t i, int64_t lanes) {
+    const Vec sigmoid = set1(1.0f) / (set1(1.0f) + exp(zero() - load_lanes(gate + i, lanes)));
+    store_lanes(x + i, load_lanes(x + i, lanes) * sigmoid, lanes);
+  });
+}
+
 void apply(int function, const float* x, int64_t count, float* out) {
   for_vectors(count, [&](int64_t i, int64_t lanes) {
     const Vec a = load_lanes(x + i, lanes);
@@ -27,6 +34,6 @@ void apply(int function, const float* x, int64_t count, float* out) {
 
 }  // namespace
 
-const ElementwiseKernels elementwise_kernels{add_norm_row, turn_head, to_bf16, apply};
+const ElementwiseKernels elementwise_kernels{add_norm_row, turn_head, to_bf16, gate, apply};
 
 }  // namespace ete::ETE_ISA

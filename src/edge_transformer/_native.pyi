@@ -106,6 +106,7 @@ class BatchView:
         rope_cos: Sequence[npt.NDArray[np.float32]],
         rope_sin: Sequence[npt.NDArray[np.float32]],
         tile_tables: Sequence[npt.NDArray[np.int64]],
+        state_tables: Sequence[npt.NDArray[np.int64]] = (),
     ) -> None: ...
     @property
     def rows(self) -> int: ...
@@ -137,7 +138,39 @@ class ElementwiseOps:
         self, residual: int, delta: int, delta_norm: int, weight: int, eps: float, out: int, rows: int, cols: int
     ) -> None: ...
     def select_rows(self, x: int, x_rows: int, cols: int, rows: int, count: int, out: int) -> None: ...
+    def split_query_gate(self, joined: int, rows: int, heads: int, head_dim: int, q: int, gate: int) -> None: ...
+    def apply_gate(self, x: int, gate: int, rows: int, cols: int) -> None: ...
     def apply(self, function: int, x: int, count: int, out: int) -> None: ...
 
+class DeltaOp:
+    def __init__(
+        self,
+        pool: ThreadPool,
+        isa: int,
+        layer: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_width: int,
+        tiled: bool,
+        norm_eps: float,
+    ) -> None: ...
+    def run(
+        self,
+        batch: BatchView,
+        qkv: int,
+        z: int,
+        a: int,
+        b: int,
+        conv: int,
+        decay: int,
+        dt_bias: int,
+        norm: int,
+        out: int,
+    ) -> None: ...
+
+def delta_workspace(key_dim: int, value_dim: int) -> int: ...
+def check_delta(key_heads: int, value_heads: int, key_dim: int, value_dim: int, conv_width: int) -> None: ...
 def attention_workspace(heads: int, head_dim: int) -> tuple[int, int]: ...
 def check_heads(heads: int, kv_heads: int, head_dim: int, rotary_dim: int) -> None: ...

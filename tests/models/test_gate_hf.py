@@ -24,8 +24,9 @@ from tiny.models import MISSING, MODELS, with_fields
 from tiny.weights import make_weights, tensor_shapes
 
 BASE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"}
-BASE |= {"gemma3_text": "gemma3"}
+BASE |= {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
 ALL = list(BASE)
+WHOLE_HEADS = [name for name in ALL if name != "qwen3_5_text"]  # families that rotate all of a head
 
 Changes = dict[str, Any]
 
@@ -37,7 +38,11 @@ def read(config: Mapping[str, object]) -> ModelSpec:
 
 
 def base(model_type: str) -> dict[str, object]:
-    return dict(MODELS[BASE[model_type]].config)
+    config = dict(MODELS[BASE[model_type]].config)
+    if model_type == "qwen3_5_text":  # the older spelling, so that rope_scaling can be added
+        del config["rope_parameters"]
+        config |= {"rope_theta": 500.0, "partial_rotary_factor": 0.25}
+    return config
 
 
 def refusal(config: Mapping[str, object]) -> str:
@@ -87,7 +92,7 @@ REFUSED: list[tuple[list[str], Changes, str, str]] = [
     (ALL, {"tie_word_embeddings": "yes"}, "tie_word_embeddings", "yes"),
     (ALL, {"tie_word_embeddings": None}, "tie_word_embeddings", "None"),
     (ALL, {"eos_token_id": [1, "a"]}, "eos_token_id", "'a'"),
-    (ALL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
+    (WHOLE_HEADS, {"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
     (ALL, {"rope_theta": 0}, "rope_theta", "0"),
     (ALL, {"rope_scaling": [1]}, "rope_scaling", "[1]"),
     (ALL, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type", "dynamic"),
@@ -100,7 +105,7 @@ REFUSED: list[tuple[list[str], Changes, str, str]] = [
     (ALL, {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling.factor", "2.0"),
     (ALL, {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, "rope_scaling.beta_fast", "32"),
     (
-        ALL,
+        WHOLE_HEADS,
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
         "rope_scaling.partial_rotary_factor",
         "0.5",
@@ -112,7 +117,36 @@ REFUSED: list[tuple[list[str], Changes, str, str]] = [
     (ALL, {"rope_scaling": YARN | {"truncate": None}}, "rope_scaling.truncate", "None"),
     (ALL, {"rope_scaling": YARN, "original_max_position_embeddings": 32}, "original_max_position_embeddings", "32"),
     (ALL, {"rope_theta": 500.0, "rope_scaling": YARN | {"rope_theta": 600.0}}, "rope_scaling.rope_theta", "600.0"),
-    (["llama", "mistral", "qwen2", "qwen3"], {"hidden_act": "gelu"}, "hidden_act", "gelu"),
+    (["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"], {"hidden_act": "gelu"}, "hidden_act", "gelu"),
+    (["qwen3_5_text"], {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act", "gelu_pytorch_tanh"),
+    (["qwen3_5_text"], {"attn_output_gate": False}, "attn_output_gate", "False"),
+    (["qwen3_5_text"], {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype", "bfloat16"),
+    (["qwen3_5_text"], {"mlp_only_layers": [0]}, "mlp_only_layers", "[0]"),
+    (["qwen3_5_text"], {"layer_types": ["sliding_attention"] * 4}, "layer_types", "sliding_attention"),
+    (["qwen3_5_text"], {"layer_types": ["full_attention"] * 3}, "layer_types", "full_attention"),
+    (["qwen3_5_text"], {"full_attention_interval": 0}, "full_attention_interval", "0"),
+    (["qwen3_5_text"], {"linear_num_value_heads": 3}, "linear_num_value_heads", "3"),
+    (["qwen3_5_text"], {"linear_num_key_heads": 0}, "linear_num_key_heads", "0"),
+    (["qwen3_5_text"], {"linear_key_head_dim": "16"}, "linear_key_head_dim", "16"),
+    (["qwen3_5_text"], {"linear_value_head_dim": None}, "linear_value_head_dim", "None"),
+    (["qwen3_5_text"], {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim", "1"),
+    (["qwen3_5_text"], {"sliding_window": 16}, "sliding_window", "16"),
+    (["qwen3_5_text"], {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rot", "0.5"),
+    (
+        ["qwen3_5_text"],
+        {"partial_rotary_factor": MISSING, "rope_parameters": {"partial_rotary_factor": 1.5}},
+        "rope_parameters.partial_rotary_factor",
+        "1.5",
+    ),
+    (["qwen3_5_text"], {"partial_rotary_factor": 0.01}, "partial_rotary_factor", "0.01"),
+    (["qwen3_5_text"], {"partial_rotary_factor": 0.1}, "partial_rotary_factor", "0.1"),
+    (["qwen3_5_text"], {"rope_parameters": {"mrope_sections": [1]}}, "rope_parameters.mrope_sections", "[1]"),
+    (
+        ["qwen3_5_text"],
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling",
+        "linear",
+    ),
     (["llama", "mistral", "qwen2", "qwen3"], {"hidden_activation": "silu"}, "hidden_activation", "silu"),
     (["llama"], {"sliding_window": 16}, "sliding_window", "16"),
     (["llama", "mistral"], {"layer_types": ["full_attention"] * 3}, "layer_types", "full_attention"),
@@ -248,18 +282,17 @@ ACCEPTED: list[tuple[str, Changes, dict[str, object]]] = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, {"layer_windows": (None, None, 4096)}),
     ("qwen2", {"sliding_window": 8, "max_window_layers": 2}, {"layer_windows": (None,) * 3}),
     ("qwen2", {"attention_bias": True}, {}),
-    ("gemma2", {"hidden_act": "gelu_pytorch_tanh"}, {}),
-    ("gemma2", {"sliding_window_size": 9}, {}),
-    ("gemma2", {"attn_logit_softcapping": MISSING}, {"attention_softcap": 50.0}),
-    ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None}),
-    ("gemma2", {"final_logit_softcapping": MISSING}, {"final_softcap": 30.0}),
-    ("gemma2", {"query_pre_attn_scalar": 25}, {"attention_scale": 0.2}),
-    ("gemma3_text", {"sliding_window_pattern": 6, "_sliding_window_pattern": 6}, {}),
-    ("gemma3_text", {"rope_theta": MISSING}, {"ropes": (Rope("default", 1e6, 24), Rope("default", 1e4, 24))}),
+    ("qwen3_5_text", {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_only_layers": []}, {}),
+    ("qwen3_5_text", {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}, {}),
+    ("qwen3_5_text", {"full_attention_interval": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}, {}),
+    ("qwen3_5_text", {"rope_theta": MISSING}, {"ropes": (Rope("default", 10000.0, 8),)}),
+    ("qwen3_5_text", {"partial_rotary_factor": MISSING}, {}),
+    ("qwen3_5_text", {"partial_rotary_factor": 0.5}, {"ropes": (Rope("default", 500.0, 16),)}),
+    ("qwen3_5_text", {"rope_parameters": {"mrope_section": [1, 1, 2], "mrope_interleaved": True}}, {}),
     (
-        "gemma3_text",
-        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        {"ropes": (Rope("linear", 30000.0, 24, factor=8.0), Rope("default", 10000.0, 24))},
+        "qwen3_5_text",
+        {"partial_rotary_factor": MISSING, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        {"ropes": (Rope("default", 500.0, 16),)},
     ),
 ]
 
@@ -323,6 +356,64 @@ def test_tied_with_another_head_is_refused() -> None:
     arrays["lm_head.weight"][-1, -1] += 1
     with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings is true.*lm_head\.weight"):
         read_model(checkpoint("safetensors", MODELS["qwen2"].config, arrays))
+
+
+def with_vision(**changes: object) -> dict[str, object]:
+    text = {key: value for key, value in base("qwen3_5_text").items() if key != "architectures"}
+    return {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"depth": 27},
+        "image_token_id": 248056,
+        "video_token_id": 248057,
+    } | changes
+
+
+def _vision_spec(config: Mapping[str, object], tied: bool = False) -> ModelSpec:
+    arrays = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: np.zeros(
+            shape, np.float32
+        )
+        for name, shape in tensor_shapes(base("qwen3_5_text") | {"tie_word_embeddings": tied}).items()
+    }
+    return read_model(checkpoint("safetensors", config, arrays))
+
+
+def test_text_of_a_model_with_vision() -> None:
+    assert _vision_spec(with_vision()).config == read(base("qwen3_5_text")).config
+    text = with_vision()["text_config"]
+    assert isinstance(text, dict)
+    outer = with_vision(
+        tie_word_embeddings=True, text_config={key: text[key] for key in text if key != "tie_word_embeddings"}
+    )
+    assert _vision_spec(outer, tied=True).config.tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"audio_config": {}}, "audio_config"),
+        ({"text_config": MISSING}, "text_config"),
+        ({"text_config": {"hidden_size": 64}}, "text_config.num_attention_heads"),
+        ({"text_config": base("qwen3_5_text") | {"unknown": 1}}, "text_config.unknown"),
+        ({"text_config": base("qwen3_5_text") | {"model_type": "qwen3_vl_text"}}, "text_config.model_type"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ],
+)
+def test_a_model_with_vision_is_gated_too(changes: Changes, field: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"'{field}'"):
+        _vision_spec(with_fields(with_vision(), changes))
+
+
+def test_parts_besides_the_text_are_reported() -> None:
+    names = ("mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "model.visual.merger.norm.weight")
+    arrays = make_weights(MODELS["qwen3_5"]) | dict.fromkeys(names, np.zeros(3, np.float32))
+    assert set(read_model(checkpoint("safetensors", MODELS["qwen3_5"].config, arrays)).ignored_tensors) == set(names)
+    with pytest.raises(UnsupportedModelError, match=r"mtp\.fc\.weight.*not known"):
+        read_model(
+            checkpoint("safetensors", base("llama"), make_weights(MODELS["llama"]) | {names[0]: arrays[names[0]]})
+        )
 
 
 def _transformers_config(folder: Path, config: Mapping[str, object]) -> Any:

@@ -82,6 +82,35 @@ def test_logits_equal_transformers(folder: Path, name: str, backend: str) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_odd_heads"])
+def test_models_with_vision_have_the_same_text(folder: Path, name: str, backend: str) -> None:
+    """Text in `text_config` and under `model.language_model`, beside tensors of other parts, which are left out."""
+    text = MODELS[name].config
+    config = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": {"depth": 2, "model_type": "qwen3_5_vision"},
+        "image_token_id": 5,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+    weights = {
+        key.replace("model.", "model.language_model.", 1) if key.startswith("model.") else key: values
+        for key, values in make_weights(MODELS[name]).items()
+    }
+    left_out = ("model.visual.blocks.0.norm1.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight")
+    weights |= dict.fromkeys(left_out, np.ones((3, 4), np.float32))
+    path = write_hf(folder / f"{name}_vision", config, weights)
+    prompts = golden(name).prompts
+    engine, plain = open_engine(path, backend), open_engine(hf_path(folder, name), backend)
+    assert set(engine.spec.ignored_tensors) == set(left_out)
+    for ours, theirs in zip(run(engine, prompts, "one_piece"), run(plain, prompts, "one_piece"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    engine.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", GGUF_MODELS)
 def test_gguf_logits_equal_transformers(folder: Path, name: str, backend: str) -> None:
     truth = golden(name)
@@ -92,7 +121,13 @@ def test_gguf_logits_equal_transformers(folder: Path, name: str, backend: str) -
 
 
 @pytest.mark.parametrize("isa", available_instruction_sets())
-@pytest.mark.parametrize("name", ["llama_biases", "mistral", "qwen3_windows_bias", "gemma2", "gemma3_linear"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_biases", "mistral", "qwen3_windows_bias", "gemma2", "gemma3_linear", "qwen3_5", "qwen3_5_odd_heads",
+        "qwen3_5_equal_heads",
+    ],
+)  # fmt: skip
 def test_every_instruction_set_equals_transformers(folder: Path, name: str, isa: str) -> None:
     truth = golden(name)
     engine = open_engine(hf_path(folder, name), isa)
@@ -124,9 +159,25 @@ def test_chunks_batch_mates_and_threads_change_no_bit(folder: Path, name: str) -
     np.testing.assert_array_equal(tokens[0], alone[0])
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("qwen3_5")])
+def test_chunks_mates_and_threads_change_no_bit_of_a_hybrid(folder: Path, name: str) -> None:
+    """As above for chunks that end on borders of 64, where the pieces of the gated delta rule do."""
+    prompts = golden(name).prompts
+    engine = open_engine(hf_path(folder, name), "cpu", threads=1)
+    whole = run(engine, prompts, "one_piece")
+    alone = run(engine, prompts[:1], "token_by_token")
+    engine.close()
+    engine = open_engine(hf_path(folder, name), "cpu", threads=3)
+    for schedule in ("one_piece", "border_chunks", "border_mates"):
+        for ours, theirs in zip(run(engine, prompts, schedule), whole, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(run(engine, prompts, "token_by_token")[0], alone[0])
+    engine.close()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
-@pytest.mark.parametrize("name", ["llama_biases", "gemma3"])
+@pytest.mark.parametrize("name", ["llama_biases", "gemma3", "qwen3_5"])
 def test_half_precision_files_are_read_exactly(tmp_path: Path, name: str, dtype: str, backend: str) -> None:
     """A file of 16-bit weights gives the logits of the same weights stored in 32 bits."""
     weights = make_weights(MODELS[name])
@@ -156,6 +207,42 @@ def test_every_property_of_the_model_matters(folder: Path, name: str) -> None:
         assert error >= 100 * BOUNDS["cpu"], f"{field} moves the logits by {error:.1e} only"
 
 
+PARTS_OF_A_HYBRID: dict[str, tuple[str, Any]] = {
+    "decay": ("gated_delta.softplus", np.zeros_like),
+    "write strength": ("gated_delta.sigmoid", np.ones_like),
+    "length of q and k": ("gated_delta.unit", lambda x: x),
+    "activations": ("gated_delta.silu", lambda x: x),
+    "norm of the output": ("gated_delta.rmsnorm", lambda x, weight, eps: x),
+    "output gate": ("backend.sigmoid", np.ones_like),
+}
+
+
+@pytest.mark.parametrize("part", PARTS_OF_A_HYBRID)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_odd_heads", "qwen3_5_equal_heads"])
+def test_every_part_of_a_hybrid_matters(folder: Path, name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving out a step of the gated delta rule, or the gate of attention, moves the logits by 100 bounds or more."""
+    function, without = PARTS_OF_A_HYBRID[part]
+    monkeypatch.setattr(f"edge_transformer.ops.reference.{function}", without)
+    truth = golden(name)
+    engine = open_engine(hf_path(folder, name))
+    error = truth.error(run(engine, truth.prompts, "one_piece"))
+    engine.close()
+    assert error >= 100 * BOUNDS["cpu"], f"{part} moves the logits by {error:.1e} only"
+
+
+@pytest.mark.parametrize("part", ["conv", "dt_bias", "decay", "delta_norm"])
+def test_every_vector_of_a_hybrid_matters(folder: Path, part: str) -> None:
+    truth = golden("qwen3_5")
+    engine = open_engine(hf_path(folder, "qwen3_5"))
+    for layer in engine._layers:
+        if part in layer.vectors:
+            values = layer.vectors[part].numpy()
+            values[...] = np.roll(values, 1, axis=-1)
+    error = truth.error(run(engine, truth.prompts, "one_piece"))
+    engine.close()
+    assert error >= 100 * BOUNDS["cpu"], f"{part} moves the logits by {error:.1e} only"
+
+
 def _config(path: Path) -> ModelConfig:
     engine: Engine = open_engine(path)
     config = engine.config
@@ -181,6 +268,8 @@ def _mistakes(right: ModelConfig) -> dict[str, ModelConfig]:
         mistakes["rope type"] = replace(right, ropes=plain)
     if len(right.ropes) == 2:
         mistakes["second rope"] = replace(right, layer_ropes=(0,) * right.num_layers)
+    if right.delta is not None and 1 < right.delta.key_heads < right.delta.value_heads:
+        mistakes["tiled_values"] = replace(right, delta=replace(right.delta, tiled_values=True))
     mistakes["attention_scale"] = replace(right, attention_scale=right.attention_scale * 1.1)
     other = {"silu": "gelu_tanh", "gelu_tanh": "silu"}
     mistakes["activation"] = replace(right, activation=other[right.activation])

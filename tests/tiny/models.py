@@ -90,6 +90,30 @@ def _gemma3(**changes: object) -> dict[str, object]:
     return _config("gemma3_text", "Gemma3ForCausalLM", **defaults | changes)
 
 
+def _qwen3_5(**changes: object) -> dict[str, object]:
+    defaults = {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": False,
+        "rope_parameters": _MROPE,
+    }
+    return _config("qwen3_5_text", "Qwen3_5ForCausalLM", **defaults | changes)
+
+
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 500.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+_HALF_ROTATED = _MROPE | {"partial_rotary_factor": 0.5}
+_MIXED_LAYERS = ["full_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention"]
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -282,6 +306,67 @@ MODELS: dict[str, TinyModel] = {
                 "query_pre_attn_scalar": {"query_pre_attn_scalar": 24},
                 "sliding_window_pattern": {"sliding_window_pattern": MISSING},
             },
+        ),
+        TinyModel(
+            "qwen3_5",
+            _qwen3_5(),
+            {
+                "rope_theta": {"rope_parameters": _without(_MROPE, "rope_theta")},
+                "partial_rotary_factor": {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
+            },
+            lengths=(200, 131),
+            gguf=True,
+        ),
+        TinyModel(
+            "qwen3_5_odd_heads",
+            _qwen3_5(
+                num_hidden_layers=5,
+                layer_types=_MIXED_LAYERS,
+                num_attention_heads=3,
+                num_key_value_heads=1,
+                head_dim=24,
+                attention_bias=True,
+                linear_num_key_heads=3,
+                linear_num_value_heads=9,
+                linear_key_head_dim=8,
+                linear_value_head_dim=12,
+                linear_conv_kernel_dim=3,
+                tie_word_embeddings=True,
+                rope_parameters=_HALF_ROTATED,
+                rms_norm_eps=0.03,
+            ),
+            {
+                "attention_bias": {"attention_bias": False},
+                "rms_norm_eps": {"rms_norm_eps": MISSING},
+                "partial_rotary_factor": {"rope_parameters": _without(_HALF_ROTATED, "partial_rotary_factor")},
+            },
+        ),
+        TinyModel(
+            "qwen3_5_equal_heads",
+            _qwen3_5(
+                num_hidden_layers=3,
+                full_attention_interval=2,
+                linear_num_key_heads=5,
+                linear_num_value_heads=5,
+                linear_key_head_dim=20,
+                linear_value_head_dim=8,
+                linear_conv_kernel_dim=2,
+            ),
+            {},
+            gguf=True,
+        ),
+        TinyModel(
+            "qwen3_5_wide_heads",
+            _qwen3_5(
+                num_hidden_layers=2,
+                full_attention_interval=2,
+                linear_key_head_dim=128,
+                linear_value_head_dim=128,
+                linear_num_value_heads=6,
+                rope_parameters=_MROPE | {"rope_type": "linear", "factor": 3.0},
+            ),
+            {"factor": {"rope_parameters": _MROPE}},
+            lengths=(150, 70),
         ),
     )
 }

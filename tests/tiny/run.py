@@ -83,19 +83,42 @@ def interleaved(lengths: list[int]) -> Iterator[Pass]:
         yield step
 
 
+def border_chunks(lengths: list[int]) -> Iterator[Pass]:
+    """Prompts in chunks that end on multiples of 64."""
+    for index, length in enumerate(lengths):
+        done = turn = 0
+        while done < length:
+            count = min((64, 128)[turn % 2], length - done)
+            yield [(index, count, "prompt")]
+            done, turn = done + count, turn + 1
+
+
+def border_mates(lengths: list[int]) -> Iterator[Pass]:
+    """Both prompts in the same passes, in chunks of 64 and of 128."""
+    done = [0, 0]
+    while done[0] < lengths[0] or done[1] < lengths[1]:
+        counts = [min((64, 128)[index], lengths[index] - done[index]) for index in range(2)]
+        yield [(index, count, "prompt") for index, count in enumerate(counts) if count]
+        done = [before + count for before, count in zip(done, counts, strict=True)]
+
+
 SCHEDULES = {
     "one_piece": one_piece,
     "token_by_token": token_by_token,
     "odd_chunks": odd_chunks,
     "interleaved": interleaved,
 }
+"""Ways of feeding that change the logits by rounding at most."""
+
+BORDER_SCHEDULES = {"border_chunks": border_chunks, "border_mates": border_mates}
+"""Ways of feeding whose prompt chunks end on multiples of 64."""
 
 
 def run(engine: Engine, prompts: list[list[int]], schedule: str) -> list[npt.NDArray[np.float32]]:
     """Logits [len(prompt), V] of each prompt."""
     sequences = [engine.new_sequence() for _ in prompts]
     collected = [np.full((len(prompt), engine.config.vocab_size), np.nan, np.float32) for prompt in prompts]
-    for step in SCHEDULES[schedule]([len(prompt) for prompt in prompts]):
+    for step in (SCHEDULES | BORDER_SCHEDULES)[schedule]([len(prompt) for prompt in prompts]):
         starts = [len(sequences[index]) for index, _, _ in step]
         chunks = [
             Chunk(sequences[index], prompts[index][start : start + count], kind, "all")

@@ -1,8 +1,8 @@
 """Weights of a tiny model from its seed, the same bits on every machine.
 
-Recipe: matrices std 0.7 / sqrt(fan in), q and k twice that, norms 1 + 0.2 N (minus the 1 that Gemma adds), embeddings
-and biases N(0, 1), resp. 0.5 N(0, 1). N is a sum of twelve uniform numbers of the frozen Mersenne generator, minus 6:
-normal enough, and free of any library's logarithm.
+Recipe: matrices std 0.7 / sqrt(fan in), q and k twice that, norms 1 + 0.2 N (minus the 1 that Gemma and Qwen3.5 add),
+embeddings and biases N(0, 1), resp. 0.5 N(0, 1), A_log N - 1.5, so that states last for tens of tokens. N is a sum of
+twelve uniform numbers of the frozen Mersenne generator, minus 6: normal enough, and free of any library's logarithm.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ def normal(shape: tuple[int, ...], *seeds: int) -> npt.NDArray[np.float64]:
 
 def make_weights(model: TinyModel) -> dict[str, Array]:
     """All tensors by their Hugging Face names."""
-    gemma = str(model.config["model_type"]).startswith("gemma")
+    adds_one = str(model.config["model_type"]).startswith(("gemma", "qwen3_5"))
     weights: dict[str, Array] = {}
     for name, shape in tensor_shapes(model.config).items():
         values = normal(shape, model.seed, zlib.crc32(name.encode()))
         if name.endswith("norm.weight"):
-            values = 0.2 * values + (0.0 if gemma else 1.0)
-        elif name.endswith(".bias"):
+            values = 0.2 * values + (0.0 if adds_one and not name.endswith("linear_attn.norm.weight") else 1.0)
+        elif name.endswith((".bias", ".dt_bias")):
             values = 0.5 * values
+        elif name.endswith(".A_log"):
+            values = values - 1.5
         elif not name.startswith("model.embed_tokens"):
             values = values * 0.7 / np.sqrt(shape[1])
             if "q_proj" in name or "k_proj" in name:
@@ -51,7 +53,7 @@ def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
         return default if value is None else int(str(value))
 
     family = str(config["model_type"])
-    gemma = family.startswith("gemma")
+    gemma, hybrid = family.startswith("gemma"), family.startswith("qwen3_5")
     hidden, inner = number("hidden_size"), number("intermediate_size")
     heads, kv_heads = number("num_attention_heads"), number("num_key_value_heads", number("num_attention_heads"))
     head_dim = number("head_dim", hidden // heads)
@@ -68,14 +70,22 @@ def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if gemma:
         norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
-    if family in ("qwen3", "gemma3_text"):
+    if hybrid:
+        projections["self_attn.q_proj"] = (2 * heads * head_dim, hidden, attention_bias)
+    if family in ("qwen3", "gemma3_text") or hybrid:
         norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (number("vocab_size"), hidden)}
     for layer in range(number("num_hidden_layers")):
         prefix = f"model.layers.{layer}."
+        linear = hybrid and not _is_full_layer(config, layer)
+        if linear:
+            shapes |= {prefix + name: shape for name, shape in _linear_attention_shapes(config).items()}
         for name, size in norms.items():
-            shapes[f"{prefix}{name}.weight"] = (size,)
+            if not (linear and name.startswith("self_attn.")):
+                shapes[f"{prefix}{name}.weight"] = (size,)
         for name, (rows, cols, bias) in projections.items():
+            if linear and name.startswith("self_attn."):
+                continue
             shapes[f"{prefix}{name}.weight"] = (rows, cols)
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
@@ -83,6 +93,35 @@ def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     if not config.get("tie_word_embeddings", gemma):
         shapes["lm_head.weight"] = (number("vocab_size"), hidden)
     return shapes
+
+
+def _is_full_layer(config: Mapping[str, object], layer: int) -> bool:
+    types = config.get("layer_types")
+    if isinstance(types, list):
+        return bool(types[layer] == "full_attention")
+    return (layer + 1) % int(str(config.get("full_attention_interval", 4))) == 0
+
+
+def _linear_attention_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """Those of a gated-delta layer of Qwen3.5."""
+
+    def number(name: str, default: int) -> int:
+        return int(str(config.get(name, default)))
+
+    hidden, heads = number("hidden_size", 0), number("linear_num_value_heads", 32)
+    inner, value_dim = heads * number("linear_value_head_dim", 128), number("linear_value_head_dim", 128)
+    channels = 2 * number("linear_num_key_heads", 16) * number("linear_key_head_dim", 128) + inner
+    return {
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.conv1d.weight": (channels, 1, number("linear_conv_kernel_dim", 4)),
+        "linear_attn.norm.weight": (value_dim,),
+        "linear_attn.out_proj.weight": (hidden, inner),
+        "linear_attn.in_proj_qkv.weight": (channels, hidden),
+        "linear_attn.in_proj_z.weight": (inner, hidden),
+        "linear_attn.in_proj_b.weight": (heads, hidden),
+        "linear_attn.in_proj_a.weight": (heads, hidden),
+    }
 
 
 def digest(weights: Mapping[str, Array]) -> str:

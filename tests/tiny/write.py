@@ -12,7 +12,7 @@ from tiny.models import TinyModel
 from tiny.weights import Array
 
 _GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-_GGUF_ARCHITECTURES |= {"gemma2": "gemma2", "gemma3_text": "gemma3"}
+_GGUF_ARCHITECTURES |= {"gemma2": "gemma2", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}
 
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -34,6 +34,16 @@ _GGUF_GEMMA_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GGUF_QWEN35_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
 
 
@@ -61,7 +71,9 @@ def _stored(values: Array, dtype: str) -> bytes:
 
 
 def write_gguf(path: Path, model: TinyModel, weights: Mapping[str, Array]) -> Path:
-    """One GGUF file: q and k permuted in llama files, 1 added to Gemma's norms, llama3's factors as a tensor."""
+    """One GGUF file: q and k permuted in llama files, 1 added to Gemma's and Qwen3.5's norms, value heads tiled and
+    -exp(A_log) in place of A_log in Qwen3.5's, llama3's factors as a tensor.
+    """
     import gguf
 
     architecture = _GGUF_ARCHITECTURES[str(model.config["model_type"])]
@@ -81,6 +93,11 @@ def write_gguf(path: Path, model: TinyModel, weights: Mapping[str, Array]) -> Pa
 def gguf_name(name: str, architecture: str) -> str:
     """The GGUF name of a Hugging Face tensor."""
     names = _GGUF_NAMES | (_GGUF_GEMMA_NAMES if architecture.startswith("gemma") else {})
+    if architecture == "qwen35":
+        names = names | _GGUF_QWEN35_NAMES
+        for theirs, ours in (("linear_attn.A_log", "ssm_a"), ("linear_attn.dt_bias", "ssm_dt.bias")):
+            if name.endswith(theirs):
+                return f"blk.{name.split('.')[2]}.{ours}"
     stem, _, kind = name.rpartition(".")
     if stem in names:
         return f"{names[stem]}.{kind}"
@@ -123,9 +140,50 @@ def _convert(name: str, values: Array, architecture: str, config: Mapping[str, o
         return permute(values, int(str(config["num_attention_heads"])))
     if architecture == "llama" and "k_proj" in name:
         return permute(values, int(str(config["num_key_value_heads"])))
-    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+    if architecture == "qwen35":
+        values = tile_value_heads(name, values, config)
+        if name.endswith("A_log"):
+            return -np.exp(values)
+        if name.endswith("conv1d.weight"):
+            return values[:, 0]
+    adds_one = architecture.startswith("gemma") or (architecture == "qwen35" and "linear_attn.norm" not in name)
+    if adds_one and name.endswith("norm.weight"):
         return values + np.float32(1)
     return values
+
+
+def tile_value_heads(name: str, values: Array, config: Mapping[str, object]) -> Array:
+    """Value heads of a Qwen3.5 tensor from grouped order (those of a key head together) to tiled order."""
+    keys, heads = int(str(config["linear_num_key_heads"])), int(str(config["linear_num_value_heads"]))
+    size = int(str(config["linear_value_head_dim"]))
+    grouped = [head % keys * (heads // keys) + head // keys for head in range(heads)]
+    part = name.partition("linear_attn.")[2]
+    if part in ("in_proj_z.weight", "in_proj_qkv.weight", "conv1d.weight"):
+        first = values.shape[0] - heads * size
+        tail = values[first:].reshape(heads, size, *values.shape[1:])[grouped]
+        return np.concatenate([values[:first], tail.reshape(values[first:].shape)])
+    if part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+        return values[grouped]
+    if part == "out_proj.weight":
+        return np.ascontiguousarray(values.reshape(-1, heads, size)[:, grouped].reshape(values.shape))
+    return values
+
+
+def _write_qwen35_keys(writer: object, config: Mapping[str, object], head_dim: int) -> None:
+    import gguf
+
+    assert isinstance(writer, gguf.GGUFWriter)
+    rope, heads = config["rope_parameters"], int(str(config["linear_num_value_heads"]))
+    assert isinstance(rope, dict)
+    writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * int(str(config["linear_value_head_dim"])))
+    if "full_attention_interval" in config:
+        writer.add_full_attention_interval(config["full_attention_interval"])
 
 
 def _write_keys(writer: object, architecture: str, config: Mapping[str, object]) -> None:
@@ -150,6 +208,8 @@ def _write_keys(writer: object, architecture: str, config: Mapping[str, object])
     if architecture == "llama":
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(head_dim)
+    if architecture == "qwen35":
+        _write_qwen35_keys(writer, config, head_dim)
     parameters = config.get("rope_parameters") or {}
     assert isinstance(parameters, dict)
     theta = config.get("rope_theta", parameters.get("rope_theta"))

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer import _native
-from edge_transformer.cpu.limits import check_attention
+from edge_transformer.cpu.limits import check_attention, check_delta
 from edge_transformer.cpu.linear import LinearOps, linear_workspace
 from edge_transformer.cpu.settings import cpu_settings
-from edge_transformer.errors import CapacityError, UnsupportedModelError
+from edge_transformer.errors import CapacityError
 from edge_transformer.formats.weight import Weight
 from edge_transformer.memory import HostMemory
 from edge_transformer.ops.backend import AttentionShape, DeltaShape
@@ -44,6 +44,7 @@ class CpuBackend:
         self._elementwise = _native.ElementwiseOps(self.pool, self._isa)
         # By identity, with the object itself so that it cannot be replaced by another at the same place.
         self._attentions: dict[int, tuple[AttentionShape, _native.AttentionOp]] = {}
+        self._deltas: dict[int, tuple[DeltaShape, _native.DeltaOp]] = {}
         self._batch: Batch | None = None
         self._view: _native.BatchView | None = None
 
@@ -54,19 +55,22 @@ class CpuBackend:
     def reserve(
         self, rows: int, cols: int, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
     ) -> None:
-        """Scratch in the pool; the native objects of `shapes`.
+        """Scratch in the pool; the native objects of `shapes` and `deltas`.
 
         Raises UnsupportedModelError for heads that the kernels do not handle, CapacityError when memory is refused.
         """
-        if deltas:
-            raise _unsupported()
         for shape in shapes:
             check_attention(shape)
+        for delta in deltas:
+            check_delta(delta)
         try:
             self.pool.reserve(*linear_workspace(rows, cols))
             for shape in shapes:
                 self.pool.reserve(*_native.attention_workspace(shape.heads, shape.head_dim))
                 self._attention(shape)
+            for delta in deltas:
+                self.pool.reserve(0, _native.delta_workspace(delta.key_dim, delta.value_dim))
+                self._delta(delta)
         except MemoryError as error:
             raise CapacityError(
                 f"the system refused the scratch memory of {self.pool.threads} threads for passes of {rows} rows; use "
@@ -142,10 +146,17 @@ class CpuBackend:
         self._attention(shape).attend(view, q.address, out.address)
 
     def split_query_gate(self, joined: Tensor, shape: AttentionShape, q: Tensor, gate: Tensor, batch: Batch) -> None:
-        raise _unsupported()
+        rows, cols = self._view_of(batch).rows, shape.heads * shape.head_dim
+        _check(joined, rows, 2 * cols)
+        _check(q, rows, cols)
+        _check(gate, rows, cols)
+        self._elementwise.split_query_gate(joined.address, rows, shape.heads, shape.head_dim, q.address, gate.address)
 
     def apply_gate(self, x: Tensor, gate: Tensor, batch: Batch) -> None:
-        raise _unsupported()
+        rows, cols = self._view_of(batch).rows, x.shape[1]
+        _check(x, rows, cols)
+        _check(gate, rows, cols)
+        self._elementwise.apply_gate(x.address, gate.address, rows, cols)
 
     def gated_delta(
         self,
@@ -161,7 +172,31 @@ class CpuBackend:
         out: Tensor,
         batch: Batch,
     ) -> None:
-        raise _unsupported()
+        view = self._view_of(batch)
+        inner = shape.value_heads * shape.value_dim
+        _check(qkv, view.rows, shape.channels)
+        for tensor, cols in ((z, inner), (a, shape.value_heads), (b, shape.value_heads), (out, inner)):
+            _check(tensor, view.rows, cols)
+        _check(conv, shape.channels, shape.conv_width)
+        for name, vector, size in (
+            ("decay", decay, shape.value_heads),
+            ("dt_bias", dt_bias, shape.value_heads),
+            ("norm", norm, shape.value_dim),
+        ):
+            if vector.dtype is not _F32 or vector.shape != (size,):
+                raise ValueError(f"{name} is {vector.dtype} {vector.shape}; needed: f32 ({size},)")
+        self._delta(shape).run(
+            view,
+            qkv.address,
+            z.address,
+            a.address,
+            b.address,
+            conv.address,
+            decay.address,
+            dt_bias.address,
+            norm.address,
+            out.address,
+        )
 
     def gated_mlp(
         self,
@@ -217,6 +252,7 @@ class CpuBackend:
                 batch.rope_cos,
                 batch.rope_sin,
                 batch.tile_tables,
+                batch.state_tables,
             )
             self._batch = batch
         return self._view
@@ -241,6 +277,24 @@ class CpuBackend:
             self._attentions[id(shape)] = known = (shape, op)
         return known[1]
 
+    def _delta(self, shape: DeltaShape) -> _native.DeltaOp:
+        known = self._deltas.get(id(shape))
+        if known is None:
+            op = _native.DeltaOp(
+                self.pool,
+                self._isa,
+                shape.layer,
+                shape.key_heads,
+                shape.value_heads,
+                shape.key_dim,
+                shape.value_dim,
+                shape.conv_width,
+                shape.tiled,
+                shape.norm_eps,
+            )
+            self._deltas[id(shape)] = known = (shape, op)
+        return known[1]
+
 
 def _start_pool(threads: int) -> _native.ThreadPool:
     try:
@@ -258,9 +312,3 @@ def _address(tensor: Tensor | None) -> int:
 def _check(tensor: Tensor, rows: int, cols: int) -> None:
     if tensor.dtype is not _F32 or tensor.shape[1] != cols or tensor.shape[0] < rows:
         raise ValueError(f"a tensor is {tensor.dtype} {tensor.shape}; needed: f32, at least {rows} rows of {cols}")
-
-
-def _unsupported() -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "gated-delta layers and output gates are not computed on the CPU; use --backend reference"
-    )
