@@ -27,10 +27,19 @@ from edge_transformer.models.config import ModelSpec
 from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS
 from edge_transformer.ops.tensor import DType
-from edge_transformer.placement.plan import Demand, HeadPlace, KvPlace, Plan, Wishes, make_plan
+from edge_transformer.placement.plan import UNMEASURED, Demand, HeadPlace, KvPlace, Plan, Wishes, make_plan
 
 MARGIN_BYTES = 256 << 20
 """Free memory that a budget nobody gave leaves alone: kernels, local memory, what else the user does."""
+
+ROWS_PER_MULTIPROCESSOR = 32
+"""Rows of a pass that keep a multiprocessor busy where a model is resident. Streamed, a pass waits for the bus."""
+
+MOST_ROWS = 4096
+"""Rows of a pass at most that are chosen for a GPU: more are no faster, and a pass ends later when it is cancelled."""
+
+ROWS_SHARE = 16
+"""Part of the budget, 1 / ROWS_SHARE, that more rows than MAX_ROWS may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,44 +91,62 @@ def open_gpu_engine(
     host: Backend,
     kv_dtype: DType,
     options: GpuOptions,
-    max_rows: int = MAX_ROWS,
+    max_rows: int | None = None,
 ) -> tuple[Engine, Plan]:
-    """The engine and the plan it keeps to. Raises CapacityError when no plan fits, or the GPU refuses the arena."""
+    """The engine and the plan it keeps to. max_rows: of a pass; None: MAX_ROWS, or as many as occupy the GPU where all
+    is resident and memory is ample. Raises CapacityError when no plan fits, or the GPU refuses the arena.
+    """
     config = spec.config
     shapes = forward.attention_shapes(config, kv_dtype)
     deltas = forward.delta_shapes(config)
     geometries = [TileGeometry(s.kv_heads, s.head_dim, kv_dtype, s.window) for s in shapes]
-    capacity = BatchCapacity(
-        rows=max_rows,
-        sequences=options.sequences,
-        tiles=tiles_of_context(config.context_length),
-        layers=config.num_layers,
-        rotary_dims=tuple(rope.rotary_dim for rope in config.ropes),
-        recurrent=bool(deltas),
-    )
     tile_bytes = max(geometry.tile_bytes for geometry in geometries)
     buffer_bytes = max(LARGEST_RUN_BYTES // tile_bytes, 1) * tile_bytes
     state_bytes = sum(shape.block_bytes for shape in deltas)  # of a sequence
-    demand = Demand(
-        segment_bytes=tuple(
-            tuple(segment_bytes(segment) for segment in host_weights.layer(index).values())
-            for index in range(config.num_layers)
-        ),
-        vector_bytes=vector_bytes(host_weights),
-        head_bytes=round_up(host_weights.head.layout.nbytes, 256),
-        workspace_bytes=round_up(Engine.workspace_bytes_of(config, max_rows), 256)
-        + CudaBackend.workspace_bytes(capacity, shapes, deltas),
-        kv_context_bytes=options.sequences
-        * sum(_resident_tiles(g, options.context_length, max_rows) * g.tile_bytes for g in geometries),
-        kv_buffer_bytes=buffer_bytes,
-        head_rows=host_weights.head.layout.rows,
-        head_pitches=tuple(plane.row_pitch for plane in host_weights.head.layout.planes),
-        state_bytes=options.sequences * state_bytes,
-    )
+
+    def sized(rows: int) -> tuple[BatchCapacity, Demand]:
+        """What passes of up to `rows` rows need."""
+        capacity = BatchCapacity(
+            rows=rows,
+            sequences=options.sequences,
+            tiles=tiles_of_context(config.context_length),
+            layers=config.num_layers,
+            rotary_dims=tuple(rope.rotary_dim for rope in config.ropes),
+            recurrent=bool(deltas),
+        )
+        demand = Demand(
+            segment_bytes=tuple(
+                tuple(segment_bytes(segment) for segment in host_weights.layer(index).values())
+                for index in range(config.num_layers)
+            ),
+            vector_bytes=vector_bytes(host_weights),
+            head_bytes=round_up(host_weights.head.layout.nbytes, 256),
+            workspace_bytes=round_up(Engine.workspace_bytes_of(config, rows), 256)
+            + CudaBackend.workspace_bytes(capacity, shapes, deltas),
+            kv_context_bytes=options.sequences
+            * sum(_resident_tiles(g, options.context_length, rows) * g.tile_bytes for g in geometries),
+            kv_buffer_bytes=buffer_bytes,
+            head_rows=host_weights.head.layout.rows,
+            head_pitches=tuple(plane.row_pitch for plane in host_weights.head.layout.planes),
+            state_bytes=options.sequences * state_bytes,
+        )
+        return capacity, demand
+
+    rows = MAX_ROWS if max_rows is None else max_rows
+    capacity, demand = sized(rows)
     plan = make_plan(demand, options.wishes)
     if options.measure and options.wishes.head is None and plan.slots:
         rates = measured_rates(gpu, host, host_weights.head)
         plan = replace(make_plan(demand, options.wishes, rates), rates=rates)
+    if max_rows is None and plan.slots == 0 and plan.kv is KvPlace.GPU:
+        more = _rows_to_occupy(gpu.properties.multiprocessors)
+        while more > rows:
+            ampler_capacity, ampler_demand = sized(more)
+            extra = _rows_bytes(ampler_demand) - _rows_bytes(demand)
+            if extra <= min(options.wishes.budget_bytes // ROWS_SHARE, options.wishes.budget_bytes - plan.arena_bytes):
+                rows, capacity, demand = more, ampler_capacity, ampler_demand
+                plan = replace(make_plan(demand, options.wishes, plan.rates or UNMEASURED), rates=plan.rates)
+            more //= 2
     timeline = options.timeline
     if timeline is not None:
         gpu, host = TracingGpu(gpu, timeline), traced_host(host, timeline)
@@ -150,10 +177,10 @@ def open_gpu_engine(
         weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
         on_failure.callback(weights.close)
         if timeline is None:
-            engine = Engine(checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory, state_memory)
+            engine = Engine(checkpoint, spec, backend, weights, kv_dtype, rows, tile_memory, state_memory)
         else:
             engine = TracedEngine(
-                timeline, checkpoint, spec, backend, weights, kv_dtype, max_rows, tile_memory, state_memory
+                timeline, checkpoint, spec, backend, weights, kv_dtype, rows, tile_memory, state_memory
             )
         on_failure.pop_all()
     return engine, replace(plan, ring=weights.ring_cost)
@@ -189,6 +216,17 @@ def open_on_cuda(
     except BaseException:
         gpu.close()
         raise
+
+
+def _rows_to_occupy(multiprocessors: int) -> int:
+    """Rows of a prompt's pass with which products and attention have work for every multiprocessor."""
+    wanted = min(MOST_ROWS, ROWS_PER_MULTIPROCESSOR * multiprocessors)
+    return max(MAX_ROWS, 1 << wanted.bit_length() - 1)
+
+
+def _rows_bytes(demand: Demand) -> int:
+    """What grows with the rows of a pass."""
+    return demand.workspace_bytes + demand.kv_context_bytes
 
 
 def _resident_tiles(geometry: TileGeometry, context_length: int, max_rows: int) -> int:
