@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_transformer.engine.loading import load_weights_and_text
+from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import ContextLengthError, UsageError
+from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.hub import resolve
-from edge_transformer.models.config import ModelConfig
+from edge_transformer.models.config import ModelConfig, ModelSpec
 from edge_transformer.models.read import read_model
 from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.batch import KV_TILE_POSITIONS
@@ -36,6 +38,15 @@ if TYPE_CHECKING:
     from edge_transformer.placement.plan import Plan
     from edge_transformer.text.chat_template import ChatTemplate
     from edge_transformer.text.tokenizer import Tokenizer
+
+
+class ModelParts(NamedTuple):
+    """What an LLM has read and laid out in host memory. It stays the LLM's, which closes it."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    weights: HostWeights
+
 
 Message = Mapping[str, object]
 """One chat message: {"role": "system" | "user" | "assistant", "content": "…"}."""
@@ -88,7 +99,7 @@ class LLM:
             self.engine, self.plan = self._open_engine(backend, KV_DTYPES[kv_dtype], gpu, progress)
             undo.pop_all()
         self._kept_lock = threading.Lock()
-        self._kept: tuple[EngineSequence, int] | None = None
+        self._kept: EngineSequence | None = None
         self._closed = False
         self.load_s = time.perf_counter() - started
 
@@ -134,14 +145,22 @@ class LLM:
         return self._spec.config
 
     @property
+    def parts(self) -> ModelParts:
+        """For who runs the same weights on another executor too."""
+        return ModelParts(self._checkpoint, self._spec, self._weights)
+
+    @property
     def memory(self) -> dict[str, int]:
-        """Bytes of host memory by purpose. `kv_per_token` is a rate: bytes for each token of context."""
-        layers = self.engine.state_shape.layers
+        """Bytes of host memory by purpose. `kv_per_token` is a rate: bytes for each token of context; recurrent_state is
+        what a sequence takes whatever its length, and each of its checkpoints once more.
+        """
+        layers, recurrent = self.engine.state_shape.layers, self.engine.state_shape.recurrent
         return {
             "weights_rearranged": self._weights.slab_bytes,
             "weights_mapped": self._weights.mapped_bytes,
             "workspace": self.engine.workspace_bytes,
             "kv_per_token": sum(layer.tile_bytes // KV_TILE_POSITIONS for layer in layers),
+            "recurrent_state": 0 if recurrent is None else recurrent.nbytes,
         }
 
     def encode(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
@@ -190,7 +209,7 @@ class LLM:
             config,
             self.context_length,
             load_s=self.load_s,
-            finished=lambda sequence: self._keep(sequence, len(prompt_ids)),
+            finished=self._keep,
             progress=prefill_progress,
         )
 
@@ -244,7 +263,7 @@ class LLM:
         with self._kept_lock:
             kept, self._kept = self._kept, None
         if kept is not None:
-            kept[0].close()
+            kept.close()
         self.engine.close()
         self._checkpoint.close()
 
@@ -272,25 +291,25 @@ class LLM:
             )
 
     def _sequence_for(self, prompt_ids: Sequence[int]) -> EngineSequence:
-        """The sequence kept from the last call, cut to the prompt tokens both have in common, or an empty one.
+        """The sequence kept from the last call, cut to what it has in common with the prompt, or an empty one.
 
-        Only tokens that were prompt tokens are kept, so an answer does not depend on which calls came before it.
+        Tokens that call made are kept too, so that a conversation computes each token once. Their state was made one by
+        one, which gives other roundings than a prompt in one piece; the tokens of a prompt give the same bits always.
         """
         with self._kept_lock:
-            kept, self._kept = self._kept, None
-        if kept is None:
+            sequence, self._kept = self._kept, None
+        if sequence is None:
             return self.engine.new_sequence()
-        sequence, prompt_length = kept
-        limit = min(prompt_length, len(sequence), len(prompt_ids) - 1)
+        limit = min(len(sequence), len(prompt_ids) - 1)
         common = next((i for i in range(limit) if sequence.tokens[i] != prompt_ids[i]), limit)
-        sequence.truncate(common)
+        sequence.reuse(common)
         return sequence
 
-    def _keep(self, sequence: EngineSequence, prompt_length: int) -> None:
+    def _keep(self, sequence: EngineSequence) -> None:
         with self._kept_lock:
-            old, self._kept = self._kept, (sequence, prompt_length)
+            old, self._kept = self._kept, sequence
         if old is not None:
-            old[0].close()
+            old.close()
         if self._closed:
             sequence.close()
 
