@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import http.client
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import openai
+import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edge_transformer import LLM, GenerationConfig
 from edge_transformer.engine.answer import Piece
 from edge_transformer.engine.scheduler import Limits, Request, Scheduler
+from edge_transformer.server.app import AppSettings, make_app
+from edge_transformer.server.run import configuration, listen
+from edge_transformer.server.service import Service
 from tiny.models import MODELS, TinyModel
 from tiny.weights import make_weights
 from tiny.write import write_hf
@@ -43,9 +52,7 @@ def write_chat_model(folder: Path, family: str = "llama", template: str = TEMPLA
 
 
 def make_scheduler(llm: LLM, limits: Limits | None = None, kv_budget: int = 1 << 30) -> Scheduler:
-    return Scheduler(
-        llm.engine, llm.tokenizer, llm.end_token_ids, llm.context_length, limits or Limits(), kv_budget
-    )
+    return Scheduler(llm.engine, llm.tokenizer, llm.end_token_ids, llm.context_length, limits or Limits(), kv_budget)
 
 
 @dataclass
@@ -96,3 +103,80 @@ def submit(
     request = Request(list(prompt), config, seeds, heard)
     scheduler.submit(request)
     return request, heard
+
+
+@dataclass
+class Served:
+    """A server that runs. `url` without a slash at its end."""
+
+    url: str
+    port: int
+    service: Service
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.service.running.scheduler
+
+    def client(self, **settings: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **settings)
+
+    def post(self, path: str, body: object, **headers: str) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of an answer. A body of bytes is sent as it is."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.ask("POST", path, data, **headers)
+
+    def ask(self, method: str, path: str, data: bytes | None = None, **headers: str) -> tuple[int, dict[str, Any]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, data, {"content-type": "application/json", **headers})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def events(self, path: str, body: object) -> list[str]:
+        """Lines of a stream of events, blank ones left out."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request("POST", path, json.dumps(body).encode(), {"content-type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return [line for line in response.read().decode().split("\n") if line]
+        finally:
+            connection.close()
+
+
+class _ThreadServer(uvicorn.Server):
+    """Signals belong to the tests."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def serving(
+    path: Path,
+    limits: Limits | None = None,
+    settings: AppSettings | None = None,
+    kv_budget: int = 1 << 30,
+    open_model: Callable[[], LLM] | None = None,
+) -> Iterator[Served]:
+    """A server of the model at `path`, named "tiny", on a free port."""
+    opening = open_model or (lambda: LLM(path, threads=1))
+    service = Service(opening, "tiny", limits or Limits(), lambda llm: kv_budget)
+    listening = listen("127.0.0.1", 0)
+    server = _ThreadServer(configuration(make_app(service, settings or AppSettings())))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+    thread.start()
+    port = listening.getsockname()[1]
+    try:
+        yield Served(f"http://127.0.0.1:{port}", port, service)
+    finally:
+        service.stop()
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server does not end"
+        service.close()
+        listening.close()

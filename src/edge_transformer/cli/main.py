@@ -52,7 +52,8 @@ Exit codes:
 \b
 Environment: ETE_CACHE (folder of the demo model and of compiled GPU kernels), HF_HOME,
 HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE (hub models), ETE_THREADS (CPU threads, unless
---threads says), ETE_CPU_ISA (force an instruction set), NO_COLOR.
+--threads says), ETE_CPU_ISA (force an instruction set), ETE_API_KEY (of the server),
+NO_COLOR.
 """
 
 

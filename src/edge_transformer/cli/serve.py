@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -44,6 +44,30 @@ from edge_transformer.cli.options import Size, engine_options, load_model
     help="Memory for the KV caches of all answers together, such as 2GiB (default: half of what is available).",
 )
 @click.option(
+    "--api-key",
+    "api_keys",
+    metavar="KEY",
+    multiple=True,
+    envvar="ETE_API_KEY",
+    help="Ask for this key; can be repeated (default: ETE_API_KEY, or nobody is asked).",
+)
+@click.option("--api-key-file", metavar="FILE", type=click.File(encoding="utf-8"), help="Keys, one a line.")
+@click.option(
+    "--cors-origin",
+    "origins",
+    metavar="ORIGIN",
+    multiple=True,
+    help="Let web pages of this origin ask, such as https://example.org; can be repeated; * is all (default: none).",
+)
+@click.option(
+    "--max-body",
+    metavar="SIZE",
+    type=Size(),
+    default=16 << 20,
+    show_default="16MiB",
+    help="Refuse larger requests.",
+)
+@click.option(
     "--drain-seconds",
     metavar="S",
     type=click.FloatRange(1),
@@ -61,6 +85,10 @@ def command(
     pass_tokens: int,
     queue: int,
     kv_budget: int | None,
+    api_keys: tuple[str, ...],
+    api_key_file: TextIO | None,
+    origins: tuple[str, ...],
+    max_body: int,
     drain_seconds: float,
     **options: Any,
 ) -> None:
@@ -70,6 +98,7 @@ def command(
     answers in the making; a second one ends it at once.
     """
     from edge_transformer.engine.scheduler import Limits
+    from edge_transformer.server.access import AccessSettings, hosts_of, read_keys
     from edge_transformer.server.app import AppSettings, make_app
     from edge_transformer.server.run import serve
     from edge_transformer.server.service import Service
@@ -78,9 +107,15 @@ def command(
         with progress_bar() as progress:
             return load_model(model, options, progress)
 
+    keys = read_keys([*api_keys, "" if api_key_file is None else api_key_file.read()])
+    if api_key_file is not None and not keys:
+        raise click.UsageError(f"There is no key in {api_key_file.name}.")
+    access = AccessSettings(keys, origins, hosts_of(host))
+    if not keys and not access.hosts:
+        note(f"Everybody who can reach {host} can use this server: --api-key asks for a key.")
     limits = Limits(sequences=parallel, pass_tokens=pass_tokens, queue=queue)
     service = Service(open_model, name or model, limits, lambda llm: _kv_budget(llm, kv_budget))
-    app = make_app(service, AppSettings())
+    app = make_app(service, AppSettings(access, max_body))
     serve(app, service, host, port, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from anyio import to_thread
@@ -13,15 +13,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
+from edge_transformer.server.access import Access, AccessSettings
 from edge_transformer.server.chat import ChatCompletion
-from edge_transformer.server.chat_prompt import chat_prompt
+from edge_transformer.server.chat_prompt import chat_prompt, tokens_of
 from edge_transformer.server.completion import Completion, completion_prompts
 from edge_transformer.server.delivery import EventStream, WholeAnswer
-from edge_transformer.server.errors import ApiError, invalid, of_error
+from edge_transformer.server.errors import ApiError, error_response, invalid, of_error
+from edge_transformer.server.metrics import CONTENT_TYPE, metrics
+from edge_transformer.server.openapi import openapi
 from edge_transformer.server.parameters import read_request
-from edge_transformer.server.schema import ChatRequest, CompletionRequest, Sampling
+from edge_transformer.server.schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from edge_transformer.server.service import Service
+from edge_transformer.server.status import Status
 
 BODY_SECONDS = 30.0
 """A request's body must be there by then."""
@@ -31,6 +36,7 @@ BODY_SECONDS = 30.0
 class AppSettings:
     """max_body_bytes: larger bodies are refused."""
 
+    access: AccessSettings = field(default_factory=AccessSettings)
     max_body_bytes: int = 16 << 20
 
 
@@ -40,12 +46,13 @@ class App:
     def __init__(self, service: Service, settings: AppSettings) -> None:
         self.service = service
         self.settings = settings
+        self._status = Status(service)
 
     async def chat(self, request: Request) -> Response:
         asked: ChatRequest = read_request(await self._body(request), ChatRequest)
         self._check(asked)
         running = self.service.running
-        prompt = await to_thread.run_sync(chat_prompt, running.llm, asked)
+        prompt = await to_thread.run_sync(chat_prompt, running.llm, running.grammars, asked)
         completion = ChatCompletion(running, asked, prompt, self.service.name)
         if asked.stream:
             return EventStream(completion.chunks, completion.job.leave)
@@ -60,6 +67,21 @@ class App:
         if asked.stream:
             return EventStream(completion.chunks, completion.job.leave)
         return WholeAnswer(completion.whole, completion.job.leave)
+
+    async def tokenize(self, request: Request) -> Response:
+        asked: TokenizeRequest = read_request(await self._body(request), TokenizeRequest)
+        llm = self.service.running.llm
+        ids = await to_thread.run_sync(tokens_of, llm, asked)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": llm.context_length})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(metrics(self.service), media_type=CONTENT_TYPE)
+
+    async def status(self, request: Request) -> Response:
+        return JSONResponse(self._status.read())
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi(self.service.name))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -113,17 +135,22 @@ class App:
         return bytes(body)
 
 
-def make_app(service: Service, settings: AppSettings) -> Starlette:
-    """The ASGI application."""
+def make_app(service: Service, settings: AppSettings) -> ASGIApp:
+    """The ASGI application, behind its access rules."""
     app = App(service, settings)
     routes = [
         Route("/v1/chat/completions", _answering(app.chat), methods=["POST"]),
         Route("/v1/completions", _answering(app.completion), methods=["POST"]),
         Route("/v1/models", _answering(app.models), methods=["GET"]),
         Route("/v1/models/{name:path}", _answering(app.model), methods=["GET"]),
+        Route("/tokenize", _answering(app.tokenize), methods=["POST"]),
+        Route("/metrics", _answering(app.metrics), methods=["GET"]),
+        Route("/status", _answering(app.status), methods=["GET"]),
+        Route("/openapi.json", _answering(app.openapi), methods=["GET"]),
         Route("/health", _answering(app.health), methods=["GET"]),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    handlers = {HTTPException: _http_error}
+    return Access(Starlette(routes=routes, exception_handlers=handlers), settings.access)
 
 
 def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -136,13 +163,6 @@ def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[
             return error_response(of_error(error))
 
     return answer
-
-
-def error_response(error: ApiError) -> Response:
-    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-    if error.status in (408, 413):
-        headers["connection"] = "close"  # what is left of the body is not read
-    return JSONResponse(error.body, error.status, headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -48,7 +48,7 @@ class ChatCompletion:
             config,
             seeds(request, choices),
             NumberedListener(inbox, 0),
-            prompt.format.constraints(choices),
+            prompt.format.constraints,
         )
         self.job = Job(running.scheduler, [engine_request], inbox)
         self._tokenizer = running.llm.tokenizer

@@ -15,7 +15,7 @@ from edge_transformer.server.errors import invalid
 from edge_transformer.server.inbox import ChoicePiece, Inbox, Progress
 from edge_transformer.server.job import STREAM_WAIT_S, Job, NumberedListener
 from edge_transformer.server.logprobs import completion_logprobs
-from edge_transformer.server.parameters import generation_config, prompts_of, refuse_set, seeds, too_long
+from edge_transformer.server.parameters import generation_config, prompts_of, seeds, too_long
 from edge_transformer.server.schema import CompletionRequest
 from edge_transformer.server.service import Running
 
@@ -25,7 +25,6 @@ MAX_PROMPTS = 128
 
 def completion_prompts(llm: LLM, request: CompletionRequest) -> list[list[int]]:
     """Token ids of each prompt. Raises ApiError, TextError."""
-    refuse_set(request, ("suffix",))
     if request.best_of not in (None, request.n or 1):
         raise invalid("best_of other than n is not supported; leave it out", "best_of", "unsupported_parameter")
     if request.echo and request.logprobs is not None:

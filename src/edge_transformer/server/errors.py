@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from starlette.responses import JSONResponse, Response
+
 from edge_transformer.engine.scheduler import QueueFullError, StoppedError
 from edge_transformer.errors import CapacityError, ContextLengthError, EdgeTransformerError, TextError, UsageError
 
@@ -44,9 +46,14 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def unsupported(param: str, why: str = "this server does not support it") -> ApiError:
-    """A field whose effect the server cannot give."""
-    return invalid(f"{param}: {why}; leave it out", param, "unsupported_parameter")
+def error_response(error: ApiError) -> Response:
+    """The answer that tells a client."""
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status in (408, 413):
+        headers["connection"] = "close"  # what is left of the body is not read
+    return JSONResponse(error.body, error.status, headers)
 
 
 def of_error(error: Exception) -> ApiError:

@@ -13,15 +13,12 @@ from edge_transformer.server.schema import Message, ToolCall
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Plain mappings. A developer's message is a system message; parts of a content become one text; arguments of tool
-    calls become objects. Raises ApiError naming the part that is not supported.
+    calls become objects. Raises ApiError naming the message at fault.
     """
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _plain(message: Message, where: str) -> dict[str, Any]:
-    for name in ("audio", "function_call"):
-        if getattr(message, name) is not None:
-            raise invalid(f"{where}.{name} is not supported", f"{where}.{name}", "unsupported_parameter")
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": _text(message, where),
@@ -46,17 +43,7 @@ def _text(message: Message, where: str) -> str:
         return message.refusal or ""
     if isinstance(message.content, str):
         return message.content
-    texts = []
-    for index, part in enumerate(message.content):
-        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
-        if text is None:
-            raise invalid(
-                f"{where}.content[{index}] is of type {part.type!r}; this server reads parts of type 'text' only",
-                f"{where}.content[{index}].type",
-                "unsupported_content",
-            )
-        texts.append(text)
-    return "".join(texts)
+    return "".join(part.text for part in message.content)
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:

@@ -22,6 +22,9 @@ def read_request(body: bytes, kind: type[Any]) -> Any:
     except msgspec.ValidationError as error:
         text = str(error)
         param = _path(text)
+        if text.startswith("Expected `null`, got"):
+            unsupported = f"{param} is not supported by this server; leave it out"
+            raise invalid(unsupported, param, "unsupported_parameter") from error
         code = "unknown_parameter" if "unknown field" in text else "invalid_value"
         raise invalid(text, param, code) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -72,13 +75,6 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     if any(isinstance(item, int) for item in prompt):
         raise invalid("prompt mixes tokens with texts; give a text, a list of texts, or lists of tokens", "prompt")
     return [item for item in prompt if not isinstance(item, int)]
-
-
-def refuse_set(request: Any, names: tuple[str, ...]) -> None:
-    """Raises ApiError naming the first of these fields that is neither left out nor null."""
-    for name in names:
-        if getattr(request, name) is not None:
-            raise invalid(f"{name} is not supported by this server; leave it out", name, "unsupported_parameter")
 
 
 def too_long(tokens: int, context_length: int, param: str) -> ApiError:

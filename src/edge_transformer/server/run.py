@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import signal
+import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from edge_transformer.server.connection import Connection
 from edge_transformer.server.service import Service
 
 OPEN_FILES = 65536
+BACKLOG = 2048
+
+TELLING_S = 1.0
+"""After answers have been cut, clients have so long to hear of it."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with signals that end it in order: a first one drains, a second one cuts."""
+    """uvicorn's, with signals that end it in order: a first one lets answers end, a second one cuts them."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
         super().__init__(config)
         self._service = service
+        self._drain_s = drain_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -35,35 +43,59 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _end(self) -> None:
-        self.force_exit = self.should_exit
-        self._service.draining = True
-        self.should_exit = True
+        loop = asyncio.get_running_loop()
+        if self.should_exit:
+            self._cut()
+        else:
+            self.should_exit = True
+            self._service.draining = True
+            loop.call_later(self._drain_s, self._cut)
+
+    def _cut(self) -> None:
+        """Requests that are left are told, and then nobody is waited for any more."""
+        self._service.stop()
+        asyncio.get_running_loop().call_later(TELLING_S, self._leave)
+
+    def _leave(self) -> None:
+        logging.getLogger("uvicorn.error").disabled = True  # it would report every connection that is cut
+        self.force_exit = True
+
+
+def configuration(app: ASGIApp) -> uvicorn.Config:
+    """uvicorn's settings: nothing is logged of requests, and no connection may say nothing for ever."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        backlog=BACKLOG,
+        h11_max_incomplete_event_size=64 << 10,
+    )
 
 
 def serve(app: ASGIApp, service: Service, host: str, port: int, drain_s: float, started: Callable[[str], None]) -> None:
     """Serve until a signal ends it. `started` is told the address. Raises OSError when it cannot be bound."""
     _raise_file_limit()
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=max(1, round(drain_s)),
-        server_header=False,
-        h11_max_incomplete_event_size=64 << 10,
-    )
-    server = Server(config, service)
-    socket = config.bind_socket()
+    server = Server(configuration(app), service, drain_s)
     try:
-        bound_host, bound_port = socket.getsockname()[:2]
-        shown = f"[{bound_host}]" if ":" in bound_host else bound_host
-        started(f"http://{shown}:{bound_port}")
-        asyncio.run(server.serve(sockets=[socket]))
+        with listen(host, port) as listening:
+            started(_address(listening))
+            asyncio.run(server.serve(sockets=[listening]))
     finally:
-        socket.close()
         service.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _raise_file_limit() -> None:

@@ -1,13 +1,13 @@
 """What requests may say, as msgspec structs: decoding checks names and types, and the OpenAPI document is made of them.
 
-Every field may be null, which means that it was left out. Fields named in a request and not here are refused by name.
+Every field may be null, which means that it was left out. Fields named in a request and not here are refused by name,
+and so are those that can only be null.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 Number = Annotated[float, Meta(ge=-2, le=2)]
@@ -32,12 +32,8 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 class TextPart(Struct, forbid_unknown_fields=True):
     """A part of a message's content. Only texts are read."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
+    type: Literal["text"]
+    text: str
 
 
 class FunctionCall(Struct):
@@ -67,8 +63,8 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
+    audio: None = None
+    function_call: None = None
 
 
 class Function(Struct, forbid_unknown_fields=True):
@@ -151,13 +147,13 @@ class ChatRequest(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[str] | None = None
-    audio: Any = None
+    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
+    audio: None = None
     prediction: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    functions: Any = None
-    function_call: Any = None
+    verbosity: None = None
+    web_search_options: None = None
+    functions: None = None
+    function_call: None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -167,7 +163,7 @@ class CompletionRequest(Sampling, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    suffix: str | None = None
+    suffix: None = None
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -177,8 +173,3 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-
-
-def decode(body: bytes, kind: type[Any]) -> Any:
-    """`body` as a request of this kind. Raises msgspec.DecodeError (no JSON), msgspec.ValidationError."""
-    return msgspec.json.decode(body, type=kind)

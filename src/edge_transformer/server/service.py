@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from edge_transformer.engine.llm import LLM
 from edge_transformer.engine.scheduler import Limits, Request, Scheduler, StoppedError
 from edge_transformer.errors import EdgeTransformerError
+from edge_transformer.server.grammar import Grammars
 
 log = logging.getLogger("edge_transformer.server")
 
@@ -23,6 +24,7 @@ class Running:
 
     llm: LLM
     scheduler: Scheduler
+    grammars: Grammars
 
 
 class Service:
@@ -67,6 +69,13 @@ class Service:
         """Raises as Scheduler.submit; `running` may have failed since the request was read."""
         running.scheduler.submit(request)
 
+    def stop(self) -> None:
+        """End all answers in the making; their clients are told."""
+        self.draining = True
+        running = self._running
+        if running is not None:
+            running.scheduler.stop()
+
     def close(self) -> None:
         """End everything. Requests that are left are told."""
         self.draining = True
@@ -93,7 +102,7 @@ class Service:
         except BaseException:
             llm.close()
             raise
-        return Running(llm, scheduler)
+        return Running(llm, scheduler, Grammars(llm))
 
     def _engine_failed(self, error: Exception) -> None:
         """Called in the thread of the scheduler that has ended."""

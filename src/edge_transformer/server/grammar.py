@@ -1,0 +1,124 @@
+"""Answers that keep to a grammar: JSON of any kind, of a schema, calls of tools. The grammars run in llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import llguidance
+import numpy as np
+
+from edge_transformer.engine.answer import FloatArray
+from edge_transformer.errors import UsageError
+from edge_transformer.server.errors import invalid
+
+if TYPE_CHECKING:
+    from edge_transformer.engine.llm import LLM
+
+JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write each value: a model that may add blanks for ever sometimes does."""
+
+
+class Grammars:
+    """Grammars over one model's tokens. May be used from several threads."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._lock = threading.Lock()
+        self._tokens: llguidance.LLTokenizer | None = None
+
+    def matcher(self, grammar: str, param: str) -> Matcher:
+        """Raises ApiError, naming `param`, for a grammar that cannot be compiled."""
+        matcher = llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0)
+        if matcher.is_error():
+            raise invalid(f"{param} cannot be turned into a grammar: {matcher.get_error()}", param, "invalid_schema")
+        return Matcher(matcher, self._llm.config.vocab_size)
+
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._tokens is None:
+                wrapper = llguidance.TokenizerWrapper(_Tokens(self._llm))
+                eos = list(self._llm.end_token_ids) or None
+                self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=self._llm.config.vocab_size, eos_token=eos)
+            return self._tokens
+
+
+class _Tokens:
+    """The tokenizer as llguidance wants to see it."""
+
+    def __init__(self, llm: LLM) -> None:
+        tokenizer = llm.tokenizer
+        self.eos_token_id = llm.end_token_ids[0] if llm.end_token_ids else 0
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token) for token in range(llm.config.vocab_size)]
+        self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < llm.config.vocab_size)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(plain, add_bos=False, parse_special=False)
+
+
+class Matcher:
+    """A Constraint: what a grammar allows next."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def copy(self) -> Matcher:
+        """One more at the same place."""
+        return Matcher(self._matcher.deep_copy(), self._vocabulary)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow any more."""
+        return bool(self._matcher.is_stopped())
+
+    def restrict(self, logits: FloatArray) -> FloatArray:
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise UsageError(f"the answer's grammar has failed: {self._matcher.get_error()}")
+        allowed = np.unpackbits(mask, bitorder="little")[: self._vocabulary].view(bool)
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def accept(self, token: int) -> None:
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+
+
+class AfterMark:
+    """A Constraint that begins once a mark is in the text: the end of reasoning, the start of a call; and when what it
+    asks for is complete, it waits for the next mark, if `again`; else the answer ends there.
+    """
+
+    def __init__(self, llm: LLM, mark: str, matcher: Matcher, again: bool) -> None:
+        self._tokenizer = llm.tokenizer
+        self._mark = mark.encode()
+        self._fresh = matcher
+        self._again = again
+        self._active: Matcher | None = None
+        self._tail = b""
+
+    def restrict(self, logits: FloatArray) -> FloatArray:
+        return logits if self._active is None else self._active.restrict(logits)
+
+    def accept(self, token: int) -> None:
+        if self._active is not None:
+            self._active.accept(token)
+            if self._again and self._active.complete:
+                self._active = None
+            return
+        self._tail = (self._tail + self._tokenizer.token_bytes(token))[-len(self._mark) - 64 :]
+        if self._tail.endswith(self._mark):
+            self._active, self._tail = self._fresh.copy(), b""
+
+
+def json_grammar(schema: Mapping[str, Any], param: str) -> str:
+    """The grammar of JSON texts of a schema. Raises ApiError."""
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": JSON_LAYOUT}))
+    except ValueError as error:
+        raise invalid(f"{param} is no JSON schema: {error}", param, "invalid_schema") from error

@@ -1,0 +1,162 @@
+"""Refusals: OpenAI's shape, the field's name, at once."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from edge_transformer.engine.scheduler import Limits
+from server.tiny_server import Served, serving
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def refused(served: Served, path: str, body: object) -> dict[str, Any]:
+    status, answer = served.post(path, body)
+    assert status == 400, answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["error"]["type"] == "invalid_request_error"
+    error: dict[str, Any] = answer["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", "many"),
+        ("max_tokens", 10**30),
+        ("temperature", 2.1),
+        ("temperature", -1),
+        ("top_p", 1.5),
+        ("n", 0),
+        ("n", 129),
+        ("seed", 2**64),
+        ("stop", [""]),
+        ("stop", 5),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"300": 1}),
+        ("logit_bias", {"3": 101}),
+        ("frequency_penalty", 3),
+        ("stream", "yes"),
+        ("invented", 1),
+        ("audio", {"voice": "x"}),
+        ("functions", []),
+        ("verbosity", "low"),
+        ("modalities", ["audio"]),
+        ("top_logprobs", 3),
+        ("tool_choice", "required"),
+        ("stream_options", {"include_usage": True}),
+        ("reasoning_effort", "low"),
+        ("messages", []),
+    ],
+)
+def test_a_field_at_fault_is_named(served: Served, field: str, value: object) -> None:
+    error = refused(served, CHAT, {"model": "tiny", "messages": HELLO, field: value})
+    assert error["param"] == field or error["param"].startswith(field)
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "robot", "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+         "messages[0].content[0].type"),
+        ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+         "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+         "messages[0].tool_calls[0].function.arguments"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": "x", "mood": "good"}, "messages[0].mood"),
+    ],
+)  # fmt: skip
+def test_a_message_at_fault_is_named(served: Served, message: object, param: str) -> None:
+    assert refused(served, CHAT, {"model": "tiny", "messages": [message]})["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"model": "tiny"', b"\xff\xfe", b"[" * 100_000, b"NaN"])
+def test_malformed_json(served: Served, body: bytes) -> None:
+    error = refused(served, CHAT, body)
+    assert error["code"] in ("invalid_json", "invalid_value")
+
+
+@pytest.mark.parametrize("value", [None, [], 5, "text"])
+def test_a_body_that_is_no_object(served: Served, value: object) -> None:
+    refused(served, CHAT, value)
+
+
+def test_null_is_the_same_as_left_out(served: Served) -> None:
+    names = ["max_tokens", "temperature", "stop", "n", "tools", "audio", "logit_bias", "stream_options", "seed"]
+    body = {"model": "tiny", "messages": HELLO, **dict.fromkeys(names), "max_completion_tokens": 2}
+    assert served.post(CHAT, body)[0] == 200
+
+
+def test_fields_that_clients_send_without_effect_are_taken(served: Served) -> None:
+    harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k"}
+    assert served.post(CHAT, {"model": "tiny", "messages": HELLO, "max_tokens": 1, **harmless})[0] == 200
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_once(served: Served) -> None:
+    before = served.scheduler.statistics.passes
+    for path, body in ((CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]}), (TEXT, {"prompt": "x" * 2048})):
+        error = refused(served, path, {"model": "tiny", **body})
+        assert error["code"] == "context_length_exceeded"
+        assert "2048" in error["message"]
+    assert served.scheduler.statistics.passes == before
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        served.client().completions.create(model="tiny", prompt="x" * 5000)
+
+
+def test_an_answer_ends_with_the_context(served: Served) -> None:
+    body = {"model": "tiny", "prompt": "x" * 2040, "max_tokens": 100, "ignore_eos": True}
+    status, answer = served.post(TEXT, body)
+    assert status == 200
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == 2048
+
+
+def test_limits_of_tokens_that_contradict_each_other(served: Served) -> None:
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4}
+    assert refused(served, CHAT, body)["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], ["a", 1], [1, "a"], [300], [2**31], [-1], [["a"]], {"a": 1}, None])
+def test_prompts_that_are_none(served: Served, prompt: object) -> None:
+    refused(served, TEXT, {"model": "tiny", "prompt": prompt})
+
+
+def test_another_model(served: Served) -> None:
+    status, answer = served.post(CHAT, {"model": "gpt", "messages": HELLO})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+    assert "tiny" in answer["error"]["message"]
+
+
+def test_paths_and_methods_that_are_none(served: Served) -> None:
+    for method, path, status in (("GET", "/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)):
+        answered, body = served.ask(method, path)
+        assert answered == status
+        assert path in body["error"]["message"]
+
+
+def test_more_requests_than_may_wait(model_path: Path) -> None:
+    with serving(model_path, Limits(sequences=1, queue=1)) as small:
+        long = {"model": "tiny", "prompt": "abc", "max_tokens": 2000, "ignore_eos": True}
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(small.post, TEXT, long)
+            while small.scheduler.running == 0:
+                time.sleep(0.001)
+            second = pool.submit(small.post, TEXT, {"model": "tiny", "prompt": "abc", "max_tokens": 3})
+            while small.scheduler.waiting == 0:
+                time.sleep(0.001)
+            with pytest.raises(openai.RateLimitError, match="waiting already"):
+                small.client().completions.create(model="tiny", prompt="abc")
+            assert first.result()[0] == second.result()[0] == 200
+        assert small.post(TEXT, {"model": "tiny", "prompt": "abc", "n": 2})[0] == 400

@@ -1,0 +1,219 @@
+"""Clients that go away, an engine that fails, a server that is told to end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from edge_transformer import LLM
+from edge_transformer.engine.scheduler import Limits
+from edge_transformer.errors import GpuError
+from edge_transformer.server import delivery, job
+from server.tiny_server import Served, serving
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def slow_layers(served: Served, seconds: float) -> Iterator[None]:
+    """Each look between layers takes so long."""
+    engine = served.service.running.llm.engine
+    step = engine.step
+
+    def slow(chunks: Any, cancelled: Callable[[], bool]) -> Any:
+        def look() -> bool:
+            time.sleep(seconds)
+            return cancelled()
+
+        return step(chunks, look)
+
+    engine.step = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.step = step  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def asking(served: Served, path: str, **body: Any) -> Iterator[socket.socket]:
+    """A connection that has asked and not read."""
+    text = json.dumps({"model": "tiny", **body})
+    with contextlib.closing(socket.create_connection(("127.0.0.1", served.port))) as raw:
+        raw.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+        yield raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_prompt_is_read(served: Served, stream: bool) -> None:
+    scheduler = served.scheduler
+    before = scheduler.statistics.cancelled
+    with slow_layers(served, 0.2):
+        with asking(served, TEXT, prompt="x" * 1500, stream=stream):
+            until(lambda: scheduler.running == 1)
+        started = time.monotonic()
+        until(lambda: scheduler.running == 0)
+        assert time.monotonic() - started < 0.2 * 3  # a layer, and what the machine takes
+    assert scheduler.statistics.cancelled == before + 1
+
+
+def test_a_client_that_leaves_the_queue(model_path: Path) -> None:
+    with serving(model_path, Limits(sequences=1)) as served:
+        scheduler = served.scheduler
+        with slow_layers(served, 0.01), asking(served, TEXT, prompt="a", max_tokens=2000, ignore_eos=True):
+            until(lambda: scheduler.running == 1)
+            with asking(served, TEXT, prompt="b"):
+                until(lambda: scheduler.waiting == 1)
+            until(lambda: scheduler.waiting == 0)
+            assert scheduler.running == 1
+        until(lambda: scheduler.running == 0)
+
+
+def test_leaving_one_does_not_disturb_the_others(served: Served) -> None:
+    settings: dict[str, Any] = {"model": "tiny", "max_tokens": 60, "seed": 3, "temperature": 1.0}
+    alone = [served.post(TEXT, {**settings, "prompt": "p" * n})[1]["choices"][0]["text"] for n in range(1, 9)]
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(served.post, TEXT, {**settings, "prompt": "p" * n}) for n in range(1, 9)]
+        for _ in range(12):
+            with asking(served, TEXT, prompt="q" * 900, stream=True):
+                time.sleep(0.003)
+        assert [future.result()[1]["choices"][0]["text"] for future in futures] == alone
+    until(lambda: served.scheduler.running == 0)
+
+
+def test_a_long_wait_is_kept_alive(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "STREAM_WAIT_S", 0.05)
+    monkeypatch.setattr("edge_transformer.server.completion.STREAM_WAIT_S", 0.05)
+    monkeypatch.setattr(job, "KEEP_ALIVE_S", 0.05)
+    with slow_layers(served, 0.1):
+        lines = served.events(TEXT, {"model": "tiny", "prompt": "x" * 100, "max_tokens": 1, "stream": True})
+    assert lines[0] == ": keep-alive"
+    assert lines[-1] == "data: [DONE]"
+    assert delivery.KEEP_ALIVE_S <= 15
+
+
+def test_a_fault_is_told_and_the_engine_opened_again(model_path: Path) -> None:
+    opened: list[LLM] = []
+    may_open = threading.Event()
+    may_open.set()
+
+    def open_model() -> LLM:
+        if not may_open.is_set():
+            raise GpuError("the GPU is away")
+        opened.append(LLM(model_path, threads=1))
+        return opened[-1]
+
+    with serving(model_path, open_model=open_model) as served:
+        client = served.client()
+        settings: dict[str, Any] = {"model": "tiny", "prompt": "abc", "extra_body": {"ignore_eos": True}}
+        before = client.completions.create(**settings, seed=1).choices[0].text
+        stream = client.completions.create(**settings, max_tokens=2000, stream=True)
+        next(iter(stream))
+        may_open.clear()
+
+        def fail(*arguments: object) -> None:
+            raise GpuError("cuLaunchKernel failed: an illegal address")
+
+        opened[0].engine.step = fail  # type: ignore[method-assign, assignment]
+        with pytest.raises(openai.APIError, match="an illegal address"):
+            for _ in stream:
+                pass
+        until(lambda: served.ask("GET", "/health")[0] == 503)
+        until(lambda: "the GPU is away" in served.ask("GET", "/health")[1].get("reason", ""))
+        status, answer = served.post(TEXT, {"model": "tiny", "prompt": "abc"})
+        assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+        assert served.ask("GET", "/v1/models")[0] == 200
+        may_open.set()
+        until(lambda: served.ask("GET", "/health")[0] == 200)
+        assert client.completions.create(**settings, seed=1).choices[0].text == before
+        assert len(opened) == 2
+
+
+@contextlib.contextmanager
+def process(model_path: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
+    """`ete serve` as it is started by people."""
+    program = "import sys\nfrom edge_transformer.cli.main import main\nsys.argv[0] = 'ete'\nmain()"
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "serve",
+        str(model_path),
+        "--name",
+        "tiny",
+        "--port",
+        "0",
+        "--threads",
+        "1",
+    ]
+    running = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    try:
+        line = ""
+        while "served at" not in line:
+            line = running.stderr.readline()
+            assert line, "it ended before it began"
+        url = line.split()[-1]
+        yield running, Served(url, int(url.rpartition(":")[2]), None)  # type: ignore[arg-type]
+    finally:
+        running.kill()
+        running.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_answers_end(model_path: Path, number: signal.Signals) -> None:
+    with process(model_path) as (running, served), ThreadPoolExecutor(1) as pool:
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 1500, "ignore_eos": True}
+        answer = pool.submit(served.post, TEXT, body)
+        until(lambda: b"ete_requests_running 1" in metrics_of(served))
+        running.send_signal(number)
+        assert answer.result()[1]["usage"]["completion_tokens"] == 1500
+        assert running.wait(20) == 0
+
+
+def test_a_second_signal_cuts(model_path: Path) -> None:
+    with process(model_path, "--parallel", "1") as (running, served):
+        body = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True}
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stack.enter_context(asking(served, TEXT, **body))
+            until(lambda: b"ete_requests_running 1" in metrics_of(served))
+            running.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(10) == 0
+
+
+def test_the_drain_has_an_end(model_path: Path) -> None:
+    options = ("--parallel", "1", "--drain-seconds", "1")
+    with process(model_path, *options) as (running, served), contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(asking(served, TEXT, prompt="abc", max_tokens=2000, ignore_eos=True))
+        until(lambda: b"ete_requests_running 1" in metrics_of(served))
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(15) == 0
+
+
+def metrics_of(served: Served) -> bytes:
+    with contextlib.closing(socket.create_connection(("127.0.0.1", served.port))) as raw:
+        raw.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return b"".join(iter(lambda: raw.recv(4096), b""))
