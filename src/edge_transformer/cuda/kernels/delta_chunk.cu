@@ -6,6 +6,7 @@
 // W and q come in slices of 32 columns, then the scores, then k in slices of rows: one stream of stages through
 // kBuffers buffers, across pieces. Multiply-adds per piece: value_dim * (192 key_dim + 3072). Bytes: those of q, k, W
 // and scores for each block of columns. Sums run along key_dim, then the piece's rows, in ascending order.
+#define ETE_MIN_BLOCKS (ETE_ARCH == 80 || ETE_ARCH == 90 ? 2 : 1)  // elsewhere shared memory has room for one
 #include "delta.cuh"
 
 constexpr int kPart = kKeyDim <= 128 ? 32 : 16;  // columns of a block

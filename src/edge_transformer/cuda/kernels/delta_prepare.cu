@@ -8,6 +8,7 @@
 // that a difference is as accurate after a strong decay as before.
 //
 // Multiply-adds: 5120 key_dim + 2016 (key_dim + value_dim). Sums run along key_dim and the rows in ascending order.
+#define ETE_MIN_BLOCKS (ETE_ARCH == 90 ? 2 : 1)  // elsewhere a second block would cost spilled registers
 #include "delta.cuh"
 
 constexpr int kSlice = 32;  // columns of q and k staged at a time

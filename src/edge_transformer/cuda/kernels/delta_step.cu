@@ -6,12 +6,13 @@
 //
 // Bytes: 8 * key_dim * value_dim per value head and sequence. Sums over key_dim: a thread its rows in ascending order,
 // then the threads' sums in ascending order.
+#define ETE_MIN_BLOCKS (ETE_THREADS > 256 ? 2 : 1)
 #include "delta.cuh"
 
 constexpr int kColumnGroups = kValueDim / 4;
 constexpr int kRowGroups = ETE_THREADS / kColumnGroups < kKeyDim ? ETE_THREADS / kColumnGroups : kKeyDim;
 constexpr int kOwn = (kKeyDim + kRowGroups - 1) / kRowGroups;
-constexpr bool kHeld = kOwn <= 16;  // in registers; else S is read again for the update
+constexpr bool kHeld = kOwn <= (ETE_THREADS > 256 ? 8 : 16);  // in registers; else S is read again for the update
 constexpr int kHeldRows = kHeld ? kOwn : 1;
 constexpr int kWarps = ETE_THREADS / kWarp;
 constexpr int kValueWarps = (kValueDim + kWarp - 1) / kWarp;
