@@ -326,6 +326,20 @@ def test_unfinished_work_of_another_kind_is_refused(tmp_path: Path) -> None:
         quantize_model(source, tmp_path / "out", Quantization("int8"), 1)
 
 
+def test_a_file_that_is_no_more_what_it_was_is_refused(tmp_path: Path) -> None:
+    source = tiny_source(tmp_path)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(source, tmp_path / "out", Quantization("int8"), 1, stop)
+    os.truncate(tmp_path / "out.partial" / "model.safetensors", 5000)
+    with pytest.raises(UsageError, match=r"is not what was written there before; delete .*out\.partial"):
+        quantize_model(source, tmp_path / "out", Quantization("int8"), 1)
+
+
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     source = tiny_source(tmp_path)
 

@@ -65,7 +65,11 @@ def command(
     choice = Quantization(format_name, None if group is None else int(group), minimums)
     with progress_bar() as progress:
         path = hub.resolve(model, offline=offline, progress=progress)
-        report = quantize_model(path, out, choice, threads, progress)
+        try:
+            report = quantize_model(path, out, choice, threads, progress)
+        except KeyboardInterrupt:
+            note(f"interrupted; the same command goes on with {out}.partial")
+            raise
     if as_json:
         click.echo(json.dumps({"path": str(out), **report.as_json()}))
         return

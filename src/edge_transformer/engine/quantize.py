@@ -156,8 +156,12 @@ def _write_weights(
     plan: QuantizationPlan, path: Path, journal: Journal, threads: int, isa: str, progress: Progress
 ) -> dict[str, QuantizationError]:
     """Write all tensors that the journal does not have yet; the errors of all quantized ones by name."""
-    present = path.stat().st_size if path.exists() and journal.finished else 0
-    require_free_space(path.parent, plan.file.nbytes - present, "the quantized model", "name a folder elsewhere")
+    present = path.stat().st_size if path.exists() else 0
+    if journal.finished and present != plan.file.nbytes:
+        raise UsageError(f"{path} is not what was written there before; delete {path.parent} and start again")
+    # What a file has on the disk may be less than its size: it is written from front to back.
+    on_disk = path.stat().st_blocks * 512 if present else 0
+    require_free_space(path.parent, plan.file.nbytes - on_disk, "the quantized model", "name a folder elsewhere")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.ftruncate(descriptor, plan.file.nbytes)
