@@ -1,6 +1,7 @@
 """What `ete quantize` does to a model's predictions: KL divergence and more, against the same model in fp32.
 
     python benchmarks/quantization_error.py MODEL PROMPT.txt [--format int8 int8-row int4-32 int4-64 ...] [--tokens N]
+        [--beside OTHER.gguf ...]
 
 The first tokens of the text are predicted one by one, given those before them, by MODEL as it is (its weights in fp32
 arithmetic) and by each quantized version of it. PROMPT may also be a .json file with token ids under "ids". With
@@ -128,7 +129,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("prompt", type=Path)
     parser.add_argument("--greedy", type=Path)
-    parser.add_argument("--format", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--format", nargs="+", choices=[*CHOICES, "none"], default=list(CHOICES))
+    parser.add_argument("--beside", nargs="*", type=Path, default=[], help="other files of the same model")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--backend", choices=["cpu", "reference"], default="cpu")
     options = parser.parse_args()
@@ -143,14 +145,17 @@ def main() -> None:
     cases = json.loads(options.greedy.read_text(encoding="utf-8"))["cases"] if options.greedy else []
     with tempfile.TemporaryDirectory() as folder:
         sizes, engines = {}, {}
-        for name in options.format:
+        for path in options.beside:
+            sizes[path.name] = path.stat().st_size
+            engines[path.name] = open_engine(path, options.backend)
+        for name in [name for name in options.format if name != "none"]:
             report = quantize_model(options.model, Path(folder) / name, CHOICES[name])
             sizes[name] = report.nbytes
             engines[name] = open_engine(Path(folder) / name, options.backend)
         reference = open_engine(options.model, options.backend)
         tallies = compare(reference, engines, ids)
         print(f"{options.model}: {len(ids)} positions")
-        print(f"{'format':<18} {'MB':>8} {'mean KL':>9} {'max KL':>9} {'top-1':>7} {'margin':>7} {'dNLL':>9}  greedy")
+        print(f"{'format':<24} {'MB':>8} {'mean KL':>9} {'max KL':>9} {'top-1':>7} {'margin':>7} {'dNLL':>9}  greedy")
         rights = [answer(reference, case["prompt_ids"]) for case in cases]
         for name, tally in tallies.items():
             greedy = ""
@@ -162,7 +167,7 @@ def main() -> None:
                 greedy = f"{sum(count == ANSWER for count in same)} of {len(same)}; {np.mean(same):.0f}"
             n = tally.positions
             print(
-                f"{name:<18} {sizes[name] / 1e6:8.1f} {tally.divergence / n:9.2e} {tally.largest:9.2e} "
+                f"{name:<24} {sizes[name] / 1e6:8.1f} {tally.divergence / n:9.2e} {tally.largest:9.2e} "
                 f"{tally.agreed / n:7.4f} {tally.margin:7.3f} {tally.nll / n:+9.2e}  {greedy}",
                 flush=True,
             )
