@@ -17,7 +17,7 @@ from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import CapacityError, ContextLengthError, TextError, UsageError
 from edge_transformer.formats.mapping import MappedModelFile
-from tiny.models import MODELS
+from tiny.models import MODELS, TinyModel
 from tiny.weights import make_weights
 from tiny.write import write_hf
 
@@ -25,10 +25,10 @@ VOCABULARY = 300
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def write_chat_model(folder: Path) -> Path:
+def write_chat_model(folder: Path, name: str = "llama") -> Path:
     """A tiny model with a tokenizer of single bytes and a chat template."""
-    config = MODELS["llama"].config | {"vocab_size": VOCABULARY, "max_position_embeddings": 2048}
-    weights = make_weights(type(MODELS["llama"])("llama", config, {}))
+    config = MODELS[name].config | {"vocab_size": VOCABULARY, "max_position_embeddings": 2048}
+    weights = make_weights(TinyModel(name, config, {}))
     path = write_hf(folder, config, weights)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))

@@ -198,9 +198,13 @@ class Engine:
         """Process a prompt in chunks; the logits f32 [V] of its last token (a copy), or None when cancelled.
 
         What had been processed when `cancelled` said yes stays in the sequence, as far as its state can be kept. The
-        last border inside the prompt becomes a checkpoint of the recurrent state.
+        last border inside the prompt becomes a checkpoint of the recurrent state, and so does the end of an answer that
+        the prompt goes on from.
         """
         done, logits = 0, None
+        if len(sequence) > sequence.prompt_length:
+            with self.lock:
+                sequence.checkpoint()
         last_border = (len(sequence) + len(tokens)) // CHECKPOINT_BORDER * CHECKPOINT_BORDER
         while done < len(tokens):
             count = self.chunk_length(len(sequence), len(tokens) - done)

@@ -202,8 +202,10 @@ class Stream(Iterator[str]):
 
     def _next(self, sequence: EngineSequence, token: int) -> int | None:
         """The token after `token`, or None when cancelled."""
+        # Recurrent state does not survive a pass that is given up, and a pass of one token is soon over.
+        cancelled = None if sequence.recurrent is not None else lambda: self._cancelled
         with self._engine.lock:
-            result = self._engine.step([Chunk(sequence, [token], "decode", "last")], lambda: self._cancelled)
+            result = self._engine.step([Chunk(sequence, [token], "decode", "last")], cancelled)
             if result is None:
                 return None
             if self.config.plain_greedy and self.config.logprobs is None:

@@ -151,8 +151,8 @@ class LLM:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of host memory by purpose. `kv_per_token` is a rate: bytes for each token of context; recurrent_state is
-        what a sequence takes whatever its length, and each of its checkpoints once more.
+        """Bytes of host memory by purpose. `kv_per_token` is a rate: bytes for each token of context; recurrent_state
+        is what a sequence takes whatever its length, and each of its checkpoints once more.
         """
         layers, recurrent = self.engine.state_shape.layers, self.engine.state_shape.recurrent
         return {

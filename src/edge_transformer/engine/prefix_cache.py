@@ -35,7 +35,7 @@ class PrefixCache:
 
     def keep(self, sequence: EngineSequence) -> None:
         """Take a sequence over, cut to its prompt tokens; what another one covers is closed."""
-        sequence.truncate(sequence.prompt_length)
+        sequence.reuse(sequence.prompt_length)
         tokens = np.array(sequence.tokens, np.int64)
         if any(_common(entry.tokens, tokens) == len(tokens) for entry in self._entries):
             sequence.close()  # nothing to keep, or held already
@@ -63,7 +63,7 @@ class PrefixCache:
             if common <= (0 if best is None else len(best)):
                 break
             fork = sequence.fork()
-            fork.truncate(common)
+            fork.reuse(common)
             if len(fork) <= (0 if best is None else len(best)):
                 fork.close()
                 continue

@@ -1,8 +1,8 @@
 """The recurrent state of one sequence: what its gated-delta layers remember, and checkpoints to go back to.
 
-A state cannot be cut to fewer tokens as a KV cache can. So copies of it are kept on the host, at positions that are
-multiples of CHECKPOINT_BORDER: a prompt that restarts from one is computed in the same pieces as one that was never
-interrupted, and gives the same bits.
+A state cannot be cut to fewer tokens as a KV cache can. So copies of it are kept on the host: in a prompt at multiples
+of CHECKPOINT_BORDER, from which it is computed in the same pieces as one that was never interrupted, and gives the same
+bits; and where a conversation's next prompt begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edge_transformer.ops.backend import DeltaShape
 from edge_transformer.ops.batch import DELTA_CHUNK_POSITIONS
 
 CHECKPOINT_BORDER = DELTA_CHUNK_POSITIONS
-"""Checkpoints are at multiples of this; position 0, where the state is zero, always counts as one."""
+"""Prompts restart at multiples of this. Position 0, where the state is zero, always counts as a checkpoint."""
 
 CHECKPOINT_SPACING = 512
 """A checkpoint is made at the first border so many tokens after the one before."""
@@ -109,10 +109,8 @@ class RecurrentState:
 
     def keep(self, position: int) -> None:
         """Make the state, which is that after `position` tokens, a checkpoint; others give way when the budget is
-        used up. Raises ValueError when it is not on a border.
+        used up.
         """
-        if position % CHECKPOINT_BORDER:
-            raise ValueError(f"a checkpoint at {position} is not on a multiple of {CHECKPOINT_BORDER}")
         if position == 0 or position in self.checkpoints:
             return
         self.checkpoints[position] = self.read()

@@ -100,9 +100,7 @@ class Sequence:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Keep the recurrent state, where there is one, so that `truncate` can come back to this length. Raises
-        ValueError when that is no multiple of CHECKPOINT_BORDER.
-        """
+        """Keep the recurrent state, where there is one, so that `truncate` can come back to this length."""
         if self.recurrent is not None:
             self.recurrent.keep(len(self.tokens))
 
@@ -139,6 +137,14 @@ class Sequence:
         if length == len(self.tokens):
             return length
         return self._cut([length, 0] if self.recurrent is None else self.recurrent.nearest(length))
+
+    def reuse(self, length: int) -> int:
+        """As truncate, for a prompt that goes on from there: where all tokens left were a prompt's, what follows has
+        the bits it would have in a fresh sequence. Recurrent state restarts on a border for that.
+        """
+        if self.recurrent is not None and length <= self.prompt_length:
+            length -= length % CHECKPOINT_BORDER
+        return self.truncate(length)
 
     def _cut(self, lengths: AbstractSequence[int]) -> int:
         """Go back to the first of `lengths` (the last is 0) for which every layer holds what it needs."""
@@ -245,7 +251,7 @@ def _load_recurrent(state: RecurrentState, archive: Mapping[str, np.ndarray[Any,
     """Raises ValueError or LookupError where the arrays are not what `save` writes."""
     state.write(_bytes(archive["recurrent"]))
     for position in archive["checkpoints"].tolist():
-        if not isinstance(position, int) or position % CHECKPOINT_BORDER or not 0 < position <= length:
+        if not isinstance(position, int) or not 0 < position <= length:
             raise ValueError(f"a checkpoint at {position} of {length} tokens")
         checkpoint = _bytes(archive[f"checkpoint.{position}"])
         if checkpoint.shape != (state.shape.nbytes,):
