@@ -3,6 +3,7 @@
     --only STAGE ...     these stages, also where a result is stored already
     --peer LLAMA_BENCH   llama.cpp's llama-bench, to stand beside on the same files in the same run
     --models FOLDER      keep the random models here for the next call (default: a temporary folder in /dev/shm)
+    --smollm2 FILE, --gemma3 FILE    real models, for the stages "golden" and "golden-sm75"
     --traces FOLDER      keep the timelines of the stage "trace" for ui.perfetto.dev
     --table              print the table of the stored results and measure nothing
 
@@ -22,10 +23,12 @@ import time
 from pathlib import Path
 
 from figures import Figure, StageResult, load, save, summary, table
-from gpu_stages import STAGES, Session, Stage
+from gpu_session import Session, Stage
+from gpu_stages import STAGES
 
 STAGE_SECONDS = 480
 INTERRUPTED = 130
+REAL_MODELS = ("smollm2", "gemma3")
 
 
 def main() -> int:
@@ -56,6 +59,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer", type=Path, metavar="LLAMA_BENCH")
     parser.add_argument("--models", type=Path, metavar="FOLDER")
     parser.add_argument("--traces", type=Path, metavar="FOLDER")
+    for name in REAL_MODELS:
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
@@ -70,8 +75,9 @@ def run_stages(options: argparse.Namespace, names: list[str]) -> None:
         for name in todo:
             command = [sys.executable, __file__, str(options.results), "--only", name, "--in-this-process"]
             command += ["--models", str(models), "--threads", str(options.threads)]
-            for option, value in (("--peer", options.peer), ("--traces", options.traces)):
-                command += [option, str(value)] if value is not None else []
+            for option in ("peer", "traces", *REAL_MODELS):
+                value = getattr(options, option)
+                command += [f"--{option}", str(value)] if value is not None else []
             started = time.perf_counter()
             print(f"{name} ...", file=sys.stderr, flush=True)
             error = run_process(command, STAGE_SECONDS)
@@ -102,7 +108,8 @@ def run_process(command: list[str], seconds: float) -> str:
 
 def run_here(name: str, options: argparse.Namespace) -> int:
     """One stage in this process; every figure is stored as soon as it is there."""
-    session = Session(options.models, options.threads, options.peer, options.traces)
+    real = {model: file for model in REAL_MODELS if (file := getattr(options, model)) is not None}
+    session = Session(options.models, options.threads, options.peer, options.traces, real)
     return run_stage(name, STAGES[name], session, options.results)
 
 

@@ -34,6 +34,9 @@ WARM_TOKENS = 3
 WINDOWS = 3
 COPY_BYTES = 256 << 20
 
+NO_WEIGHTS = ("KV cache", "recurrent state", "workspace")
+"""Lines of a plan's ledger."""
+
 
 class CountedMemory:
     """Device memory that is on its GPU's list until it is closed."""
@@ -77,7 +80,7 @@ class Opened:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that the GPU has room for: resident ones, slots, small vectors."""
-        return sum(nbytes for label, nbytes in self.plan.ledger if label not in ("KV cache", "workspace"))
+        return sum(nbytes for label, nbytes in self.plan.ledger if label not in NO_WEIGHTS)
 
     @property
     def arena_bytes(self) -> int:
@@ -129,8 +132,8 @@ def random_tokens(engine: Engine, count: int, seed: int = 2) -> list[int]:
 
 
 def past_of(engine: Engine, length: int) -> Sequence:
-    """A sequence of `length` tokens whose KV cache nobody computed: its numbers are random. For measuring at a depth
-    that would take long to reach, with models that have nothing but KV tiles for a state.
+    """A sequence of `length` tokens whose state nobody computed: its numbers are random. For measuring at a depth that
+    would take long to reach.
     """
     sequence = engine.new_sequence()
     sequence.prepare(length)
@@ -140,6 +143,9 @@ def past_of(engine: Engine, length: int) -> Sequence:
         tile = np.resize(data, layer.geometry.tile_bytes)
         for index in range(layer.tile_count):
             layer.write(index, tile)
+    if sequence.recurrent is not None:
+        state = np.random.default_rng(4).standard_normal(1 << 20, np.float32) * np.float32(0.05)
+        sequence.recurrent.write(np.resize(state, sequence.recurrent.shape.nbytes // 4).view(np.uint8))
     sequence.commit(random_tokens(engine, length))
     return sequence
 

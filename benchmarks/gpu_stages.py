@@ -1,368 +1,47 @@
-"""The stages of gpu_figures.py: each a function that takes a Session, measures, and yields figures as it gets them."""
+"""All stages of gpu_figures.py by name: each a function that takes a Session, measures, and yields figures as it gets
+them.
+"""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import gpu_stages_hybrid as hybrid
+import gpu_stages_llama as llama
+from gpu_session import Stage
+from gpu_stages_checks import golden, product_errors, sanitizer, script
 
-from bus_gaps import traced_decode
-from figures import Figure, at_least, at_most, beside, stated
-from gpu_measure import (
-    bus_rate,
-    copy_rates,
-    decode_limit,
-    decode_rate,
-    host_head_rates,
-    open_model,
-    past_of,
-    prefill_rate,
-)
-from llama_bench import PeerResult, peer_rate
-from random_model import write_model
-
-from edge_transformer.engine.core import Engine
-from edge_transformer.placement.plan import HeadPlace, Plan, Wishes
-
-FOLDER = Path(__file__).resolve().parent
-AMPLE = 100 << 30
-RESIDENT = Wishes(AMPLE, resident_layers=-1, kv_offload=False, head=HeadPlace.GPU)
-TOKENS = 64
-DEPTH = 512
-LONG_DEPTH = 32768
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """models: folder where models are made and found again. peer: llama-bench, None to leave it out. traces: where
-    timelines go, None to keep none.
-    """
-
-    models: Path
-    threads: int
-    peer: Path | None = None
-    traces: Path | None = None
-
-    def model(self, shape: str, file_format: str) -> Path:
-        """The model, made where it is not there yet. Where there is no room, the other models make it."""
-        path = self.models / (f"{shape}-{file_format.lower()}" + ("" if file_format == "hf" else ".gguf"))
-        if path.exists():
-            return path
-        try:
-            return write_model(path, shape, file_format, self.threads)
-        except OSError:
-            others = list(self.models.iterdir())
-            if not others:
-                raise
-            for other in others:
-                shutil.rmtree(other) if other.is_dir() else other.unlink()
-            return write_model(path, shape, file_format, self.threads)
-
-    def peer_result(self, model: Path, *options: str) -> PeerResult | None:
-        """The best of llama-bench's tests, None without it."""
-        return None if self.peer is None else peer_rate(self.peer, model, "-t", str(self.threads), *options)
-
-
-Stage = Callable[[Session], Iterator[Figure]]
-
-
-# ---- ceilings
-
-
-def ceilings(session: Session) -> Iterator[Figure]:
-    """The bus, the GPU's memory, and the CPU reading an output projection, alone and beside copies."""
-    for name, rate in copy_rates().items():
-        yield stated(f"copy {name}", rate / 1e9, "GB/s")
-    wishes = Wishes(AMPLE, resident_layers=0, head=HeadPlace.CPU)
-    with open_model(session.model("1b", "hf"), wishes, 1024, session.threads) as opened:
-        rates = host_head_rates(opened)
-    terms = f"{session.threads} threads; beside copies {rates.beside_copies / 1e9:.1f} GB/s, "
-    terms += f"the bus then {rates.bus_meanwhile / 1e9:.1f} GB/s"
-    yield stated("1b lm_head in bf16 read by the CPU", rates.alone / 1e9, "GB/s", terms)
-
-
-# ---- 1.04 B Llama shape, bf16
-
-
-def small_resident(session: Session) -> Iterator[Figure]:
-    """1b in bf16, all resident: decode at two depths, prefill in full accuracy and fast."""
-    yield from _decode_beside(session, "1b", "BF16", (DEPTH, 8192), least=1.0)
-    path, prompt = session.model("1b", "BF16"), 8192
-    peer = session.peer_result(path, "-ngl", "99", "-p", str(prompt), "-n", "0", "-r", "3")
-    for what, fast, least in (("full accuracy", False, 0.3), ("--fast-prefill", True, 0.7)):
-        with open_model(path, RESIDENT, prompt, session.threads, fast_prefill=fast) as opened:
-            rate = prefill_rate(opened.engine, prompt)
-        yield from _beside(f"prefill of {prompt}, {what}", rate, peer, least)
-
-
-def small_two_slots(session: Session) -> Iterator[Figure]:
-    """1b in bf16, two slots: lm_head streamed, on the CPU, and where the planner puts it."""
-    path = session.model("1b", "hf")
-    bus = bus_rate()
-    for what, place in (("streamed", HeadPlace.STREAMED), ("on the CPU", HeadPlace.CPU), ("as planned", None)):
-        # A resident head would leave no bytes to stream, but is not within the asked memory.
-        budget = AMPLE if place is not None else 260_000_000
-        wishes = Wishes(budget, resident_layers=0, slots=2, kv_offload=False, head=place)
-        with open_model(path, wishes, 1024, session.threads) as opened:
-            sequence = past_of(opened.engine, DEPTH)
-            rate = decode_rate(opened.engine, sequence, 24)
-            limit = decode_limit(opened, DEPTH, bus)
-            chosen = "" if place is not None else _head_choice(opened.plan)
-            yield at_most(
-                f"two slots, lm_head {what}: weights on the GPU", opened.weight_bytes / 1e6, 110, "MB", chosen
-            )
-            yield stated(f"two slots, lm_head {what}: decode", rate, "tok/s", limit.terms)
-            yield at_least(
-                f"two slots, lm_head {what}: of the limit", rate * limit.seconds * 100, 95, "%",
-                f"limit {1 / limit.seconds:.2f} tok/s",
-            )  # fmt: skip
-
-
-def small_two_slots_offload(session: Session) -> Iterator[Figure]:
-    """1b in bf16, two slots and the KV cache in host memory: the arena at 4 K and at 128 K of context."""
-    path = session.model("1b", "hf")
-    bus = bus_rate()
-    arenas = []
-    for context in (4096, 131072):
-        wishes = Wishes(150_000_000, resident_layers=0, slots=2, kv_offload=True)
-        with open_model(path, wishes, context, session.threads) as opened:
-            depth = context - 1024
-            sequence = past_of(opened.engine, depth)
-            prompt = opened.engine.max_rows
-            started = time.perf_counter()
-            opened.engine.prefill(sequence, list(range(prompt)))
-            chunk = time.perf_counter() - started
-            rate = decode_rate(opened.engine, sequence, 6)
-            limit = decode_limit(opened, depth + prompt, bus)
-            arenas.append(opened.arena_bytes)
-            terms = f"allocated once; a prompt chunk of {prompt} took {chunk * 1e3:.0f} ms, {_head_choice(opened.plan)}"
-            yield at_most(
-                f"two slots, KV offload, context {context}: arena", opened.arena_bytes / 1e6, 150, "MB", terms
-            )
-            yield stated(f"two slots, KV offload, context {context}: decode", rate, "tok/s", limit.terms)
-            yield stated(f"two slots, KV offload, context {context}: of the limit", rate * limit.seconds * 100, "%")
-    yield at_most("two slots, KV offload: arena at 128 K less arena at 4 K", arenas[1] - arenas[0], 0, "B")
-
-
-def small_offload(session: Session) -> Iterator[Figure]:
-    """1b in bf16, weights resident, the KV cache in host memory, depth 32 768."""
-    yield from _offload(session, session.model("1b", "hf"))
-
-
-def small_offload_peer(session: Session) -> Iterator[Figure]:
-    """llama.cpp with the KV cache in host memory at the same depth; its prompt takes it long."""
-    options = ("-ngl", "99", "-nkvo", "1", "-p", "0", "-n", "8", "-d", str(LONG_DEPTH), "-r", "1", "-fa", "1")
-    peer = session.peer_result(session.model("1b", "BF16"), *options)
-    if peer is not None:
-        yield stated(f"KV offload, depth {LONG_DEPTH}: llama.cpp", peer.rate, "tok/s", f"-nkvo 1, {peer.options}")
-
-
-# ---- Llama 3 8B
-
-
-def large_q8_0(session: Session) -> Iterator[Figure]:
-    """8b in Q8_0, all resident, decode."""
-    yield from _decode_beside(session, "8b", "Q8_0", (DEPTH,), least=1.0)
-
-
-def large_q4_0(session: Session) -> Iterator[Figure]:
-    """8b in Q4_0, all resident, decode."""
-    yield from _decode_beside(session, "8b", "Q4_0", (DEPTH,), least=1.0)
-
-
-def large_q8_0_streamed(session: Session) -> Iterator[Figure]:
-    """8b in Q8_0, all weights in host memory, an arena of 512 MiB."""
-    yield from _large_streamed(session, "Q8_0")
-
-
-def large_q4_0_streamed(session: Session) -> Iterator[Figure]:
-    """8b in Q4_0, all weights in host memory, an arena of 512 MiB."""
-    yield from _large_streamed(session, "Q4_0")
-
-
-def _large_streamed(session: Session, file_format: str) -> Iterator[Figure]:
-    path = session.model("8b", file_format)
-    bus = bus_rate()
-    with open_model(path, Wishes(512 << 20, resident_layers=0), 2048, session.threads) as opened:
-        plan = opened.plan
-        placed = f"{plan.slots} slots of {plan.slot_bytes / 1e6:.1f} MB, {_head_choice(plan)}, KV cache: {plan.kv}"
-        yield at_most(f"{file_format}, streamed: arena", opened.arena_bytes / 2**20, 512, "MiB", placed)
-        prefill = prefill_rate(opened.engine, 512)
-        sequence = past_of(opened.engine, DEPTH)
-        rate = decode_rate(opened.engine, sequence, 8)
-        limit = decode_limit(opened, DEPTH, bus)
-        yield stated(f"{file_format}, streamed: decode", rate, "tok/s", limit.terms)
-        terms = f"limit {1 / limit.seconds:.2f} tok/s"
-        yield at_least(f"{file_format}, streamed: of the limit", rate * limit.seconds * 100, 95, "%", terms)
-    # Memory that llama.cpp may page-lock itself, or the mapped file: the better counts.
-    peer = session.peer_result(path, "-ngl", "0", "-p", "512", "-n", "0", "-r", "2", "-lm", "mmap,none")
-    yield from _beside(f"{file_format}, all weights on the host: prefill of 512", prefill, peer, 4.0)
-
-
-# ---- cards without tensor cores, and the timeline
-
-
-def plain_small(session: Session) -> Iterator[Figure]:
-    """The sm_75 path forced, 1b in bf16: stated."""
-    path = session.model("1b", "hf")
-    with open_model(path, RESIDENT, 8192, session.threads, plain=True) as opened:
-        yield stated("sm_75 path, 1b: prefill of 2048", prefill_rate(opened.engine, 2048), "tok/s")
-        yield from _plain_decode("1b resident", opened.engine)
-    bus = bus_rate()
-    wishes = Wishes(AMPLE, resident_layers=0, slots=2, kv_offload=True, head=HeadPlace.STREAMED)
-    with open_model(path, wishes, 8192, session.threads, plain=True) as opened:
-        sequence = past_of(opened.engine, DEPTH)
-        rate, limit = decode_rate(opened.engine, sequence, 12), decode_limit(opened, DEPTH, bus)
-        yield stated("sm_75 path, 1b all streamed: decode", rate, "tok/s", limit.terms)
-        yield stated("sm_75 path, 1b all streamed: of the limit", rate * limit.seconds * 100, "%")
-    yield from _offload(session, path, plain=True)
-
-
-def plain_large(session: Session) -> Iterator[Figure]:
-    """The sm_75 path forced, 8b in Q4_0: stated."""
-    path = session.model("8b", "Q4_0")
-    with open_model(path, RESIDENT, 2048, session.threads, plain=True) as opened:
-        yield stated("sm_75 path, 8b Q4_0: prefill of 512", prefill_rate(opened.engine, 512), "tok/s")
-        yield from _plain_decode("8b Q4_0 resident", opened.engine)
-    bus = bus_rate()
-    with open_model(path, Wishes(512 << 20, resident_layers=0), 2048, session.threads, plain=True) as opened:
-        sequence = past_of(opened.engine, DEPTH)
-        rate, limit = decode_rate(opened.engine, sequence, 8), decode_limit(opened, DEPTH, bus)
-        yield stated("sm_75 path, 8b Q4_0 streamed: decode", rate, "tok/s", limit.terms)
-        yield stated("sm_75 path, 8b Q4_0 streamed: prefill of 512", prefill_rate(opened.engine, 512), "tok/s")
-
-
-def trace(session: Session) -> Iterator[Figure]:
-    """How busy the bus is while 1b decodes, layers streamed; where it stood still."""
-    path, bus = session.model("1b", "hf"), bus_rate()
-    for what, place, offload in (
-        ("layers streamed", HeadPlace.GPU, False),
-        ("all streamed", HeadPlace.STREAMED, False),
-        ("all streamed, KV offload", HeadPlace.STREAMED, True),
-        ("layers streamed, lm_head on the CPU", HeadPlace.CPU, False),
-    ):
-        wishes = Wishes(AMPLE, resident_layers=0, slots=2, kv_offload=offload, head=place)
-        file = None if session.traces is None else session.traces / f"{what.replace(', ', '-').replace(' ', '_')}.json"
-        decoded = traced_decode(path, wishes, session.threads, DEPTH, 24, file)
-        busy, terms = decoded.summary.bus_share * 100, decoded.text
-        if place is HeadPlace.CPU:
-            yield stated(f"trace, {what}: bus busy", busy, "%", terms)
-        else:
-            yield at_least(f"trace, {what}: bus busy", busy, 95, "%", terms)
-        yield stated(f"trace, {what}: decode, traced", decoded.rate, "tok/s")
-        with open_model(path, wishes, 1024, session.threads) as opened:
-            rate = decode_rate(opened.engine, past_of(opened.engine, DEPTH), 24)
-        bytes_per_token = decoded.summary.bus_bytes / decoded.summary.passes
-        yield stated(f"trace, {what}: decode, not traced", rate, "tok/s")
-        yield stated(
-            f"trace, {what}: bytes over the bus, not traced", rate * bytes_per_token / bus * 100, "% of its rate"
-        )
-
-
-# ---- checks that are scripts of their own
-
-
-def _script(*command: str, seconds: float = 460) -> Stage:
-    """A stage that runs a script which prints a line for each check, "ok" or "FAILED" first."""
-
-    def run(session: Session) -> Iterator[Figure]:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=FOLDER.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-        lines = done.stdout.splitlines()
-        passed = sum(line.startswith("ok") for line in lines)
-        failed = [line for line in lines if line.startswith("FAILED")]
-        yield stated(f"{' '.join(command)}: checks passed", passed, "", " ; ".join(lines[-3:]))
-        yield at_most(
-            f"{' '.join(command)}: checks failed", len(failed) or int(done.returncode != 0), 0, "", "; ".join(failed)
-        )
-
-    run.__doc__ = f"`{' '.join(command)}`"
-    return run
-
+SANITIZED = ("gemma2_long", "qwen3_5")
 
 STAGES: dict[str, Stage] = {
-    "ceilings": ceilings,
-    "1b-resident": small_resident,
-    "1b-two-slots": small_two_slots,
-    "1b-two-slots-offload": small_two_slots_offload,
-    "1b-offload": small_offload,
-    "8b-q8_0": large_q8_0,
-    "8b-q8_0-streamed": large_q8_0_streamed,
-    "8b-q4_0": large_q4_0,
-    "8b-q4_0-streamed": large_q4_0_streamed,
-    "sm75-1b": plain_small,
-    "sm75-8b": plain_large,
-    "trace": trace,
-    "1b-offload-peer": small_offload_peer,
-    "smoke": _script("tests/cuda/gpu_smoke.py"),
-    "modes": _script("tests/cuda/gpu_modes.py", "--tensor"),
-    "modes-sm75": _script("tests/cuda/gpu_modes.py", "--plain"),
+    "ceilings": llama.ceilings,
+    "1b-resident": llama.small_resident,
+    "1b-two-slots": llama.small_two_slots,
+    "1b-two-slots-offload": llama.small_two_slots_offload,
+    "1b-offload": llama.small_offload,
+    "8b-q8_0": llama.large_q8_0,
+    "8b-q8_0-streamed": llama.large_q8_0_streamed,
+    "8b-q4_0": llama.large_q4_0,
+    "8b-q4_0-streamed": llama.large_q4_0_streamed,
+    "sm75-1b": llama.plain_small,
+    "sm75-8b": llama.plain_large,
+    "trace": llama.trace,
+    "1b-offload-peer": llama.small_offload_peer,
+    "9b-streamed": hybrid.streamed,
+    "9b-long": hybrid.long_context,
+    "9b-placements": hybrid.placements,
+    "9b-resident-own": hybrid.resident_own,
+    "9b-quantization": hybrid.quantization,
+    "9b-row-streamed": hybrid.streamed_row,
+    "9b-q8_0": hybrid.resident_q8_0,
+    "9b-q4_0": hybrid.resident_q4_0,
+    "9b-host-prefill": hybrid.host_prefill,
+    "errors": product_errors(),
+    "errors-sm75": product_errors("--plain"),
+    "smoke": script("tests/cuda/gpu_smoke.py"),
+    "modes": script("tests/cuda/gpu_modes.py", "--tensor"),
+    "modes-sm75": script("tests/cuda/gpu_modes.py", "--plain"),
+    "golden": golden(),
+    "golden-sm75": golden("--plain"),
+    "faults": script("tests/cuda/gpu_faults.py"),
+    **{f"sanitizer-{tool}": sanitizer(tool, SANITIZED) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
 }
-"""In the order in which they are run. Those of one model follow each other, so that one is on disk at a time."""
-
-
-# ---- parts
-
-
-def _head_choice(plan: Plan) -> str:
-    """Where a plan puts the output projection, and by what."""
-    if plan.rates is None:
-        return f"lm_head: {plan.head}"
-    bus, host = plan.rates.bus / 1e9, plan.rates.host_head / 1e9
-    return f"lm_head: {plan.head}, chosen by the bus's {bus:.1f} GB/s and the CPU's {host:.1f} GB/s"
-
-
-def _decode_beside(
-    session: Session, shape: str, file_format: str, depths: tuple[int, ...], least: float
-) -> Iterator[Figure]:
-    """Decode of a resident model at some depths, beside llama.cpp's."""
-    path = session.model(shape, file_format)
-    rates = {}
-    with open_model(path, RESIDENT, max(depths) + 1024, session.threads) as opened:
-        terms = f"arena {opened.plan.arena_bytes / 2**20:.0f} MiB, opened in {opened.load_seconds:.1f} s"
-        for depth in depths:
-            sequence = opened.engine.new_sequence()
-            opened.engine.prefill(sequence, [index % 1000 for index in range(depth)])
-            rates[depth] = decode_rate(opened.engine, sequence, TOKENS)
-            sampled = decode_rate(opened.engine, sequence, TOKENS, read_logits=True)
-            yield stated(f"{shape} {file_format} resident: decode at depth {depth}, logits read", sampled, "tok/s")
-            sequence.close()
-    for depth, rate in rates.items():
-        options = ("-ngl", "99", "-p", "0", "-n", str(TOKENS), "-d", str(depth), "-r", "3")
-        peer = session.peer_result(path, *options)
-        yield from _beside(f"{shape} {file_format} resident: decode at depth {depth}", rate, peer, least, terms)
-
-
-def _beside(what: str, rate: float, peer: PeerResult | None, least: float, terms: str = "") -> list[Figure]:
-    options = f"llama.cpp {peer.options}" if peer is not None else ""
-    return beside(
-        what, rate, peer.rate if peer is not None else None, least, "tok/s", "; ".join(filter(None, (terms, options)))
-    )
-
-
-def _offload(session: Session, path: Path, plain: bool = False) -> Iterator[Figure]:
-    bus = bus_rate()
-    wishes = Wishes(AMPLE, resident_layers=-1, kv_offload=True, head=HeadPlace.GPU)
-    with open_model(path, wishes, LONG_DEPTH + 1024, session.threads, plain=plain) as opened:
-        sequence = past_of(opened.engine, LONG_DEPTH)
-        rate, limit = decode_rate(opened.engine, sequence, 16), decode_limit(opened, LONG_DEPTH, bus)
-        what = f"{'sm_75 path, ' if plain else ''}KV offload, weights resident, depth {LONG_DEPTH}: decode"
-        terms = f"limit {1 / limit.seconds:.1f} tok/s: {limit.terms}"
-        yield stated(what, rate, "tok/s", terms) if plain else at_least(what, rate, 45, "tok/s", terms)
-
-
-def _plain_decode(what: str, engine: Engine) -> Iterator[Figure]:
-    sequence = past_of(engine, DEPTH)
-    yield stated(f"sm_75 path, {what}: decode at depth {DEPTH}", decode_rate(engine, sequence, 24), "tok/s")
-    sequence.close()
+"""In the order in which they are run. Those of one model follow each other, so that few are on disk at a time."""

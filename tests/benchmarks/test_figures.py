@@ -14,11 +14,13 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import gpu_figures
 import gpu_measure
-import gpu_stages
+import gpu_session
+import gpu_stages_checks
 from bus_gaps import idle_time, without_first_passes
 from figures import Figure, StageResult, at_least, at_most, beside, load, number, save, stated, summary, table
 from gpu_measure import HeadRates, decode_limit
-from gpu_stages import STAGES, Session
+from gpu_session import Session
+from gpu_stages import STAGES
 from llama_bench import parse, peer_rate
 
 from edge_transformer.cuda.timeline import COMPUTE_TRACK, CPU_TRACK, DECODE_PASS, Kind, Span
@@ -132,13 +134,81 @@ def test_other_models_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         path.touch()
         return path
 
-    monkeypatch.setattr(gpu_stages, "write_model", write)
+    monkeypatch.setattr(gpu_session, "write_model", write)
     (tmp_path / "8b-hf").mkdir()
     (tmp_path / "8b-hf" / "model.safetensors").touch()
     (tmp_path / "8b-q4_0.gguf.partial").touch()
     session = Session(tmp_path, 1)
     assert session.model("1b", "BF16") == session.model("1b", "BF16") == tmp_path / "1b-bf16.gguf"
     assert list(tmp_path.iterdir()) == [tmp_path / "1b-bf16.gguf"]
+    with pytest.raises(OSError, match="no room"):  # the first model is in use
+        session.model("8b", "Q4_0")
+    assert (tmp_path / "1b-bf16.gguf").exists()
+
+
+# ---- stages that run scripts
+
+
+def said(monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> list[list[str]]:
+    """Commands that stages run from now on, each of which ends with `code` and says `text`."""
+    commands: list[list[str]] = []
+
+    def output(command: list[str], seconds: float) -> tuple[int, list[str]]:
+        commands.append(list(command))
+        return code, text.splitlines()
+
+    monkeypatch.setattr(gpu_stages_checks, "_output", output)
+    return commands
+
+
+def test_verdicts_of_a_script_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    said(monkeypatch, 1, "ok      one: fine\nnoise\nFAILED  two: bad\nok      three\n")
+    passed, failed = STAGES["faults"](SESSION)
+    assert (passed.value, passed.terms) == (2, "one: fine ; three")
+    assert (failed.value, failed.met, failed.terms) == (1, False, "FAILED  two: bad")
+    said(monkeypatch, 1, "ok      one\nTraceback\nValueError: why\n")
+    assert list(STAGES["faults"](SESSION))[1].terms == "status 1: ok      one | Traceback | ValueError: why"
+
+
+def test_golden_answers_need_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = said(monkeypatch, 0, "ok      smollm2 all resident: ids of 9/9 prompts\n")
+    with pytest.raises(FileNotFoundError, match="--smollm2"):
+        list(STAGES["golden"](SESSION))
+    session = Session(Path(), 1, real={"smollm2": Path("/m.gguf")})
+    passed, failed = STAGES["golden-sm75"](session)
+    assert passed.value == 1
+    assert failed.met
+    assert commands[0][1:] == ["tests/cuda/gpu_golden.py", "--smollm2", "/m.gguf", "--plain"]
+
+
+def test_errors_of_products_stand_beside_those_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "NVIDIA (9, 0)\nlargest error\nQ8_0   12288: GEMM, --fast-prefill, GEMV:   4.8e-07   1.7e-03   3.0e-07\n"
+    said(monkeypatch, 0, lines)
+    (figure,) = STAGES["errors"](SESSION)
+    assert (figure.value, figure.met) == (4.8e-7, True)
+    assert (
+        figure.terms == "GEMV 3.0e-07, --fast-prefill 1.7e-03; design, three terms promoted 5.0e-7, numpy fp32 4.3e-7"
+    )
+    said(monkeypatch, 1, lines)
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        list(STAGES["errors-sm75"](SESSION))
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "values"),
+    [
+        (0, "ok      llama\n========= ERROR SUMMARY: 0 errors\n", [0] * 4),
+        (9, "========= Race\n========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n", [3] * 4),
+        (1, "FAILED  llama\n========= ERROR SUMMARY: 0 errors\n", [1] * 4),
+    ],
+)
+def test_findings_of_the_sanitizer(code: int, text: str, values: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    said(monkeypatch, code, text)
+    figures = list(STAGES["sanitizer-racecheck"](SESSION))
+    assert [figure.value for figure in figures] == values
+    said(monkeypatch, 1, "no such tool\n")
+    with pytest.raises(RuntimeError, match="no summary, status 1: no such tool"):
+        list(STAGES["sanitizer-memcheck"](SESSION))
 
 
 # ---- the table
