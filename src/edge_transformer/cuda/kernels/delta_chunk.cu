@@ -19,58 +19,70 @@ constexpr int kPaddedKey = kSlices * kSlice;
 constexpr int kPitch = kSlice + 4;
 constexpr int kBuffer = 2 * kPieceRows * kPitch;
 constexpr int kScorePitch = kPieceRows + 4;
-constexpr int kKeyRows = kPaddedKey <= 64 ? 64 : kPaddedKey <= 128 ? 32 : 16;  // rows of k in a slice
+constexpr int kKeyLine = kPaddedKey <= 64 ? 64 : kPaddedKey <= 128 ? 128 : 256;  // floats of a staged row of k
+constexpr int kKeyRows = 4096 / kKeyLine;                                        // rows of k in a slice
 constexpr int kStages = kSlices + 1 + kPieceRows / kKeyRows;
 constexpr int kBuffers = ETE_ARCH >= 80 ? 3 : 2;
-static_assert(ETE_THREADS == 256 && kKeyRows * kPaddedKey <= kBuffer && kPieceRows * kScorePitch <= kBuffer, "");
+static_assert(ETE_THREADS == 256 && kKeyRows * kKeyLine <= kBuffer && kPieceRows * kScorePitch <= kBuffer, "");
 static_assert(4 * kRowGroups >= kPaddedKey, "a thread updates four rows of S");
 
 struct Sources {
   const float* qkv;
   const float* workspace;
   const int* pieces;
-  int first_piece, head, channels;
-  Heads heads;
+  int first_piece, head, value_heads, channels, query_channel, key_channel;
 
   __device__ __forceinline__ const float* made(int piece) const {
-    return workspace + (static_cast<int64_t>(piece - first_piece) * heads.values + head) *
+    return workspace + (static_cast<int64_t>(piece - first_piece) * value_heads + head) *
                            (kPieceRows * (kKeyDim + kPieceRows) + 2 * kPieceRows);
   }
 };
 
-// Queue the copies of one stage of a piece.
+// Lines of floats to be copied: `lines` of them exist, `stride` floats apart, each `width` floats.
+struct Block {
+  const float* from;
+  int stride, lines, width;
+};
+
+// Queue the copies of one stage of a piece: 1024 times 16 bytes, four a thread, in lines of 4 << shift floats. The
+// first half comes from `low`, the second from `high`.
 ETE_DEVICE void stage(float* to, const Sources& from, int piece_index, int stage_of_piece) {
   const Piece piece = piece_at(from.pieces, piece_index);
   const float* made = from.made(piece_index);
   const float* first_row = from.qkv + static_cast<int64_t>(piece.row) * from.channels;
-  const int thread = static_cast<int>(threadIdx.x);
+  Block low, high;
+  int shift, pitch;
   if (stage_of_piece < kSlices) {
-    const float* queries = first_row + from.heads.query_channel(from.head);
-    for (int i = thread; i < 2 * kPieceRows * (kSlice / 4); i += ETE_THREADS) {
-      const int line = i / (kSlice / 4), row = line % kPieceRows;
-      const int column = stage_of_piece * kSlice + i % (kSlice / 4) * 4;
-      const bool of_query = line >= kPieceRows;
-      const bool there = column < kKeyDim && (!of_query || row < piece.rows);
-      const float* source = !there      ? made
-                            : !of_query ? made + row * kKeyDim + column
-                                        : queries + static_cast<int64_t>(row) * from.channels + column;
-      cp_async16(to + line * kPitch + i % (kSlice / 4) * 4, source, there ? 16 : 0);
-    }
-  } else if (stage_of_piece == kSlices) {
-    const float* scores = made + kPieceRows * kKeyDim;
-    for (int i = thread; i < kPieceRows * (kPieceRows / 4); i += ETE_THREADS) {
-      const int row = i / (kPieceRows / 4), column = i % (kPieceRows / 4) * 4;
-      cp_async16(to + row * kScorePitch + column, scores + row * kPieceRows + column);
-    }
+    const int column = stage_of_piece * kSlice, width = kKeyDim - column;
+    low = Block{made + column, kKeyDim, kPieceRows, width};
+    high = Block{first_row + from.query_channel + column, from.channels, piece.rows, width};
+    shift = 3;
+    pitch = kPitch;
   } else {
-    const float* keys = first_row + from.heads.key_channel(from.head);
-    for (int i = thread; i < kKeyRows * (kPaddedKey / 4); i += ETE_THREADS) {
-      const int line = i / (kPaddedKey / 4), column = i % (kPaddedKey / 4) * 4;
-      const int row = (stage_of_piece - kSlices - 1) * kKeyRows + line;
-      const bool there = row < piece.rows && column < kKeyDim;
-      const int64_t offset = there ? static_cast<int64_t>(row) * from.channels + column : 0;
-      cp_async16(to + line * kPaddedKey + column, keys + offset, there ? 16 : 0);
+    int half;  // lines
+    if (stage_of_piece == kSlices) {
+      low = Block{made + kPieceRows * kKeyDim, kPieceRows, kPieceRows, kPieceRows};
+      half = kPieceRows / 2;
+      shift = 4;
+      pitch = kScorePitch;
+    } else {
+      const int row = (stage_of_piece - kSlices - 1) * kKeyRows;
+      low = Block{first_row + from.key_channel + row * from.channels, from.channels, piece.rows - row, kKeyDim};
+      half = kKeyRows / 2;
+      shift = kKeyLine == 64 ? 4 : kKeyLine == 128 ? 5 : 6;
+      pitch = kKeyLine;
     }
+    high = Block{low.from + half * low.stride, low.stride, low.lines - half, low.width};
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  const int first = thread >> shift, step = ETE_THREADS >> shift, column = (thread & ((1 << shift) - 1)) * 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Block& block = i < 2 ? low : high;
+    const int line = first + i % 2 * step;
+    const bool there = line < block.lines && column < block.width;
+    cp_async16(to + (first + i * step) * pitch + column, block.from + (there ? line * block.stride + column : 0),
+               there ? 16 : 0);
   }
 }
 
@@ -112,23 +124,36 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS delta_chunk(const float* __restrict
   while (end < stop && pieces[8 * end + 1] != 0 && pieces[8 * end + 3] == sequence) ++end;
   if (begin == end) return;
 
-  const Sources sources{qkv, workspace, pieces, first_piece, head, heads.channels(), heads};
-  const int stages = (end - begin) * kStages;
-  int current = 0;
-#pragma unroll
-  for (int ahead = 0; ahead < kBuffers - 1; ++ahead) {
-    stage(buffers + ahead * kBuffer, sources, begin + ahead / kStages, ahead % kStages);  // kStages >= 3
+  const Sources sources{qkv,
+                        workspace,
+                        pieces,
+                        first_piece,
+                        head,
+                        value_heads,
+                        heads.channels(),
+                        heads.query_channel(head),
+                        heads.key_channel(head)};
+  // What is staged next: a stage of a piece, and where to; and where the stage lies that is used next.
+  int coming_piece = begin, coming_stage = 0, coming_buffer = 0, buffer = 0;
+  const auto stage_next = [&]() {
+    if (coming_piece < end) stage(buffers + coming_buffer * kBuffer, sources, coming_piece, coming_stage);
     cp_async_commit();
-  }
+    coming_buffer = coming_buffer + 1 < kBuffers ? coming_buffer + 1 : 0;
+    if (++coming_stage == kStages) {
+      coming_stage = 0;
+      ++coming_piece;
+    }
+  };
+#pragma unroll 1
+  for (int ahead = 0; ahead < kBuffers - 1; ++ahead) stage_next();
   // The stage that follows, once it is there; the one before it has been used by all, and its buffer is filled again.
   const auto next_stage = [&]() {
     cp_async_wait<kBuffers - 2>();
     __syncthreads();
-    const int coming = current + kBuffers - 1;
-    if (coming < stages)
-      stage(buffers + coming % kBuffers * kBuffer, sources, begin + coming / kStages, coming % kStages);
-    cp_async_commit();
-    return buffers + current++ % kBuffers * kBuffer;
+    stage_next();
+    const float* at = buffers + buffer * kBuffer;
+    buffer = buffer + 1 < kBuffers ? buffer + 1 : 0;
+    return at;
   };
 
   const int thread = static_cast<int>(threadIdx.x);
@@ -163,6 +188,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS delta_chunk(const float* __restrict
     }
     const float whole = factors[kPieceRows - 1];
 
+#pragma unroll 1
     for (int slice = 0; slice < kSlices; ++slice) {
       const float* lines = next_stage();
       const float* s = state + slice * kSlice * kPart + four;
@@ -204,6 +230,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS delta_chunk(const float* __restrict
     float4 sums[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) sums[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
     for (int part = 0; part < kPieceRows / kKeyRows; ++part) {
       const float* k_lines = next_stage();
       if (part == 0) {
@@ -217,7 +244,7 @@ extern "C" __global__ void ETE_LAUNCH_BOUNDS delta_chunk(const float* __restrict
         const float* d = changes + part * kKeyRows * kPart + four;
 #pragma unroll 8
         for (int i = 0; i < kKeyRows; ++i) {
-          const float4 k = load16_float(k_lines + i * kPaddedKey + 4 * group);
+          const float4 k = load16_float(k_lines + i * kKeyLine + 4 * group);
           const float4 change = load16_float(d + i * kPart);
           sums[0] = add_scaled(sums[0], k.x, change);
           sums[1] = add_scaled(sums[1], k.y, change);
