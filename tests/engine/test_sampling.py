@@ -111,6 +111,20 @@ def test_draws_follow_the_distribution() -> None:
     assert np.all(np.abs(counts - expected) < 5 * np.sqrt(expected))
 
 
+@pytest.mark.parametrize("settings_", [{}, {"top_p": 0.97}, {"min_p": 1e-4}, {"top_k": 700}, {"top_k": 9999}])
+def test_a_draw_is_where_its_point_falls_among_all_candidates(settings_: dict[str, float]) -> None:
+    """Flat and peaked distributions: the token lies among the few that are sorted first, or far behind them."""
+    generator = np.random.default_rng(8)
+    for scale in (0.1, 1.0, 4.0):
+        logits = np.round(generator.normal(size=5000) * scale, 2).astype(np.float32)
+        config = GenerationConfig(temperature=0.9, **settings_)
+        tokens, probabilities = truncated_distribution(logits, config)
+        cumulative = np.cumsum(probabilities)
+        for seed in range(40):
+            point = uniform(seed, 3) * cumulative[-1]
+            assert sample(logits, config, seed, [1, 2], [3]) == tokens[np.searchsorted(cumulative, point, "right")]
+
+
 def test_draw_depends_on_seed_and_position_only() -> None:
     values = {uniform(seed, position) for seed in (0, 1, 2**64 - 1) for position in (0, 1, 2, 10**6)}
     assert len(values) == 12

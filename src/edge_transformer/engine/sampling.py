@@ -21,6 +21,10 @@ SMALLEST_SETTING, LARGEST_SETTING = 1e-30, 1e30
 """Bounds of the settings that change logits: within them no logit overflows float32, whatever they are together."""
 
 
+SORTED_AT_FIRST = 256
+"""Tokens among which a draw is looked for first."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
     """How a text is generated. Raises UsageError when a value is out of its range.
@@ -103,10 +107,21 @@ def sample(
             raise UsageError("logit_bias bans every token; leave at least one that can be taken")
     if config.temperature == 0:
         return int(logits.argmax())
-    tokens, probabilities = truncated_distribution(logits, config)
-    cumulative = np.cumsum(probabilities)
-    point = uniform(seed, len(prompt) + len(answer)) * cumulative[-1]
-    return int(tokens[min(int(np.searchsorted(cumulative, point, side="right")), len(tokens) - 1)])
+    return _draw(logits, config, uniform(seed, len(prompt) + len(answer)))
+
+
+def _draw(logits: FloatArray, config: GenerationConfig, point: float) -> int:
+    """The candidate at `point`, 0 to 1, of the candidates' probabilities laid end to end, the likeliest first.
+
+    Nearly always it is among the few likeliest: only those are sorted, and more only where it is not.
+    """
+    for size in (SORTED_AT_FIRST, 16 * SORTED_AT_FIRST, len(logits)):
+        tokens, probabilities, complete = _candidates(logits, config, size)
+        cumulative = np.cumsum(probabilities)
+        target = point * cumulative[-1] if complete else point
+        if complete or (target < cumulative[-1] and config.top_p == 1 and config.min_p == 0):
+            break
+    return int(tokens[min(int(np.searchsorted(cumulative, target, side="right")), len(tokens) - 1)])
 
 
 def uniform(seed: int, position: int) -> float:
@@ -145,21 +160,27 @@ def truncated_distribution(
 
     The probabilities are those of the softmax over the top-k; they do not sum to 1 after top-p or min-p.
     """
-    if 0 < config.top_k < len(logits):
-        threshold = np.partition(logits, -config.top_k)[-config.top_k]
-        tokens = np.flatnonzero(logits >= threshold)
-    else:
-        tokens = np.arange(len(logits))
-    candidates = logits[tokens].astype(np.float64)
+    tokens, probabilities, _ = _candidates(logits, config, len(logits))
+    return tokens, probabilities
+
+
+def _candidates(
+    logits: FloatArray, config: GenerationConfig, size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], bool]:
+    """What `truncated_distribution` gives, or its first `size` entries or a few more, and whether that is all of it."""
+    if config.top_k > 0:
+        size = min(config.top_k, len(logits))
+    tokens = _likeliest(logits, size)
+    peak = float(logits[tokens[0]])
     # Differences to the peak: a temperature near 0 then overflows to minus infinity only, which has probability 0.
     with np.errstate(over="ignore"):
-        scaled = (candidates - candidates.max()) / config.temperature
-    order = np.argsort(-scaled, kind="stable")
-    if config.top_k > 0:
-        order = order[: config.top_k]
-    tokens, scaled = tokens[order], scaled[order]
-    probabilities = np.exp(scaled)
-    probabilities /= probabilities.sum()
+        scaled = (logits[tokens].astype(np.float64) - peak) / config.temperature
+        if config.top_k > 0:
+            tokens, scaled = tokens[: config.top_k], scaled[: config.top_k]
+            total = np.exp(scaled).sum()
+        else:
+            total = np.exp((logits.astype(np.float64) - peak) / config.temperature).sum()
+    probabilities = np.exp(scaled) / total
     keep = len(tokens)
     if config.top_p < 1:
         # The smallest set whose probability reaches top_p: every token before which less than top_p has been gathered.
@@ -167,8 +188,19 @@ def truncated_distribution(
         keep = int(np.count_nonzero(before < config.top_p))
     if config.min_p > 0:
         keep = min(keep, int(np.count_nonzero(probabilities >= config.min_p * probabilities[0])))
+    complete = keep < len(tokens) or len(tokens) == len(logits) or config.top_k > 0
     keep = max(keep, 1)
-    return tokens[:keep], probabilities[:keep]
+    return tokens[:keep], probabilities[:keep], complete
+
+
+def _likeliest(logits: FloatArray, size: int) -> npt.NDArray[np.int64]:
+    """Ids of the `size` largest logits and of those equal to the last of them; largest first, of equals lower ids."""
+    if size < len(logits):
+        threshold = np.partition(logits, -size)[-size]
+        tokens = np.flatnonzero(logits >= threshold)
+    else:
+        tokens = np.arange(len(logits))
+    return tokens[np.argsort(-logits[tokens], kind="stable")]
 
 
 def token_logprobs(logits: FloatArray, token: int, alternatives: int) -> TokenLogprobs:
