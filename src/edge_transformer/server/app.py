@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
 from anyio import to_thread
@@ -28,6 +29,12 @@ from edge_transformer.server.schema import ChatRequest, CompletionRequest, Sampl
 from edge_transformer.server.service import Service
 from edge_transformer.server.status import Status
 
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+"""The page is one file and speaks to this server only."""
+
 BODY_SECONDS = 30.0
 """A request's body must be there by then."""
 
@@ -47,6 +54,7 @@ class App:
         self.service = service
         self.settings = settings
         self._status = Status(service)
+        self._page = resources.files("edge_transformer.server").joinpath("page.html").read_bytes()
 
     async def chat(self, request: Request) -> Response:
         asked: ChatRequest = read_request(await self._body(request), ChatRequest)
@@ -76,6 +84,10 @@ class App:
 
     async def metrics(self, request: Request) -> Response:
         return Response(metrics(self.service), media_type=CONTENT_TYPE)
+
+    async def page(self, request: Request) -> Response:
+        headers = {"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"}
+        return Response(self._page, media_type="text/html; charset=utf-8", headers=headers)
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(self._status.read())
@@ -139,6 +151,7 @@ def make_app(service: Service, settings: AppSettings) -> ASGIApp:
     """The ASGI application, behind its access rules."""
     app = App(service, settings)
     routes = [
+        Route("/", _answering(app.page), methods=["GET"]),
         Route("/v1/chat/completions", _answering(app.chat), methods=["POST"]),
         Route("/v1/completions", _answering(app.completion), methods=["POST"]),
         Route("/v1/models", _answering(app.models), methods=["GET"]),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from edge_transformer.server.metrics import resident_bytes
 from edge_transformer.server.service import Running, Service
 
 WINDOW_S = 5.0
+PROBE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Status:
         self._service = service
         self._samples: deque[_Sample] = deque(maxlen=64)
         self._seen: Running | None = None
+        self._read_rate = host_read_rate()
 
     def read(self) -> dict[str, Any]:
         """A JSON object; sizes in bytes, rates per second."""
@@ -66,7 +72,22 @@ class Status:
         }
         if running.llm.plan is not None:
             rates["bus_bytes"] = passes * running.llm.plan.streamed_bytes
+        else:
+            memory = running.llm.memory
+            rates["weight_bytes"] = passes * (memory["weights_mapped"] + memory["weights_rearranged"])
+            rates["bound"] = "memory bandwidth"
+            rates["bound_share"] = rates["weight_bytes"] / self._read_rate
         return rates
+
+
+def host_read_rate() -> float:
+    """Bytes per second at which this process's cores together sum memory that is in no cache."""
+    threads = len(os.sched_getaffinity(0))
+    numbers = [np.ones(PROBE_BYTES // 4, np.float32) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        started = time.perf_counter()
+        list(pool.map(np.sum, numbers))
+        return threads * PROBE_BYTES / (time.perf_counter() - started)
 
 
 def _ledger(running: Running) -> list[dict[str, Any]]:
