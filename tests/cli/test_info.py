@@ -103,6 +103,24 @@ def test_deleting_from_the_shared_cache_needs_a_yes(tmp_path: Path) -> None:
     assert not snapshot.exists()
 
 
+def test_a_hybrid_is_described(tmp_path: Path) -> None:
+    """Six numbers of the state of a value head by hand; what is not part of the text is named."""
+    model = MODELS["qwen3_5"]
+    weights = make_weights(model) | dict.fromkeys(("mtp.fc.weight", "mtp.norm.weight"), np.ones((2, 64), np.float32))
+    path = write_hf(tmp_path / "hybrid", model.config, weights)
+    byte_level_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), 300).save(str(path / "tokenizer.json"))
+    facts = json.loads(invoke("info", str(path), "--json").stdout)
+    assert facts["runs"] is True
+    assert facts["gated_delta_layers"] == 3
+    assert facts["recurrent_bytes"] == 3 * (4 * 16 * 16 + (2 * 2 * 16 + 4 * 16) * 3) * 4
+    assert facts["kv_bytes_per_token"] == {"bf16": 2 * 2 * 32 * 2, "f32": 2 * 2 * 32 * 4}
+    assert facts["left_out"] == ["mtp.fc.weight", "mtp.norm.weight"]
+    assert facts["parts"]["gated delta"] == {"F32": 3 * (128 + 64 + 4 + 4 + 64) * 64 * 4}
+    text = invoke("info", str(path)).stdout
+    assert "3 of 4 layers, gated delta rule" in text
+    assert "(not loaded: mtp.fc.weight and 1 more)" in text
+
+
 @pytest.mark.parametrize(("head_dim", "runs"), [(16, True), (20, False), (264, False)])
 def test_the_verdict_knows_the_limits_of_the_cpu(tmp_path: Path, head_dim: int, runs: bool) -> None:
     """The same answer as loading gives."""

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from edge_transformer.cpu.limits import check_attention
+from edge_transformer.cpu.limits import check_attention, check_delta
 from edge_transformer.errors import EdgeTransformerError, TextError, UnsupportedModelError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.open import open_checkpoint
-from edge_transformer.models.config import ModelConfig, ModelSpec
-from edge_transformer.models.forward import attention_shapes
+from edge_transformer.models.config import GATED_DELTA, ModelConfig, ModelSpec
+from edge_transformer.models.forward import attention_shapes, delta_shapes
 from edge_transformer.models.read import read_model
 from edge_transformer.ops.tensor import DType
 from edge_transformer.text.load import load_text
@@ -44,6 +44,7 @@ def describe(path: Path) -> tuple[dict[str, Any], EdgeTransformerError | None]:
             refusal = _limit_of_the_cpu(spec.config)
             facts |= _architecture_facts(spec.config)
             facts |= {"parameters": _parameters(checkpoint, spec), "parts": _parts(checkpoint, spec)}
+            facts |= {"left_out": list(spec.ignored_tensors)}
             text = load_text(checkpoint)
             facts |= {"tokenizer": _tokenizer_kind(checkpoint), "chat_template": text.chat_template is not None}
         except (UnsupportedModelError, TextError) as error:
@@ -59,6 +60,8 @@ def _limit_of_the_cpu(config: ModelConfig) -> UnsupportedModelError | None:
     try:
         for shape in attention_shapes(config, DType.F32):
             check_attention(shape)
+        for delta in delta_shapes(config):
+            check_delta(delta)
     except UnsupportedModelError as error:
         return error
     return None
@@ -77,7 +80,8 @@ def _file_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _architecture_facts(config: ModelConfig) -> dict[str, Any]:
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    recurrent = config.layer_kinds.count(GATED_DELTA)
+    per_token = 2 * (config.num_layers - recurrent) * config.num_kv_heads * config.head_dim
     return {
         "architecture": config.family,
         "layers": config.num_layers,
@@ -87,26 +91,31 @@ def _architecture_facts(config: ModelConfig) -> dict[str, Any]:
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "layer_windows": config.layer_windows,
+        "gated_delta_layers": recurrent,
         "vocab_size": config.vocab_size,
         "tied_embeddings": config.tied_embeddings,
         "context_length": config.context_length,
         "ropes": [{"type": rope.type, "theta": rope.theta, "factor": rope.factor} for rope in config.ropes],
         "kv_bytes_per_token": {name: per_token * nbytes for name, nbytes in KV_BYTES.items()},
+        "recurrent_bytes": sum(shape.block_bytes for shape in delta_shapes(config)),
     }
 
 
 def _parts(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, dict[str, int]]:
     """Bytes by format, for each part of the model."""
-    names: dict[str, list[str]] = {"embedding": [spec.embedding.name], "attention": [], "MLP": [], "vectors": []}
+    names: dict[str, list[str]] = {"embedding": [spec.embedding.name], "attention": []}
+    names |= {} if spec.config.delta is None else {"gated delta": []}
+    names |= {"MLP": [], "vectors": []}
+    part_of = {"mixer": "attention", "delta_mixer": "gated delta"}
     for layer in spec.layers:
         for segment in layer.segments:
-            names["attention" if segment.name == "mixer" else "MLP"] += [matrix.name for matrix in segment.matrices]
+            names[part_of.get(segment.name, "MLP")] += [matrix.name for matrix in segment.matrices]
         names["vectors"] += [vector.name for vector in layer.vectors]
     names["vectors"].append(spec.final_norm.name)
     if spec.head.name != spec.embedding.name:
         names["lm_head"] = [spec.head.name]
     if spec.ignored_tensors:
-        names["unused"] = list(spec.ignored_tensors)
+        names["left out"] = list(spec.ignored_tensors)
     return {
         part: _bytes_by_format(checkpoint.tensors[name] for name in dict.fromkeys(tensors))
         for part, tensors in names.items()

@@ -46,6 +46,9 @@ def _lines(description: dict[str, Any]) -> list[str]:
         rows += _architecture_rows(description)
     for part, formats in description["parts"].items():
         rows.append((part, ", ".join(f"{name} {size(nbytes)}" for name, nbytes in formats.items())))
+    if left_out := description.get("left_out"):
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        rows.append(("", f"(not loaded: {left_out[0]}{more})"))
     if "tokenizer" in description:
         rows.append(("tokenizer", description["tokenizer"]))
         rows.append(("chat template", "yes" if description["chat_template"] else "no (only --raw)"))
@@ -70,6 +73,9 @@ def _architecture_rows(description: dict[str, Any]) -> list[tuple[str, str]]:
         ("context", f"{description['context_length']:,} tokens"),
         ("KV cache", f"{size(kv['bf16'])} a token in bf16, {size(kv['f32'])} in f32"),
     ]
+    if description["gated_delta_layers"]:
+        recurrent = f"{description['gated_delta_layers']} of {description['layers']} layers, gated delta rule"
+        rows.append(("recurrent", f"{recurrent}; {size(description['recurrent_bytes'])} a sequence"))
     if windows:
         rows.append(("windows", f"{len(windows)} of {description['layers']} layers see {min(windows):,} tokens back"))
     return rows
