@@ -1,0 +1,125 @@
+"""Models with gated-delta layers on the emulated GPU: every placement gives the same bits, close to the oracle's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuda.opened import BUDGET, MODES, model_path, open_on_gpu, pieces, tokens_of
+from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.sequence import Sequence
+from edge_transformer.errors import CapacityError
+from edge_transformer.placement.plan import HeadPlace, Wishes
+from tiny.models import MODELS
+from tiny.run import open_engine
+
+HYBRIDS = [name for name in MODELS if name.startswith("qwen3_5")]
+BOUND = 1e-5  # of the correctness chain, times the largest logit
+
+
+def error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float(np.abs(ours - theirs).max() / max(1.0, np.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_every_mode_gives_the_same_bits(folder: Path, closing: list[Engine], name: str) -> None:
+    """150 tokens: two whole pieces, the begin of a third, single steps."""
+    path, tokens = model_path(folder, name), tokens_of(150, 3)
+    oracle = open_engine(path, "reference")
+    closing.append(oracle)
+    first = None
+    modes = list(MODES.items()) if name == "qwen3_5" else [*MODES.items()][::3]
+    for seed, (mode, wishes) in enumerate(modes):
+        opened = open_on_gpu(path, wishes, seed)
+        closing.append(opened.engine)
+        logits = pieces(opened.engine, tokens, 64, 5)
+        if first is None:
+            first = logits
+            assert error(first, pieces(oracle, tokens, 64, 5)) <= BOUND
+        assert np.array_equal(first, logits), mode
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_odd_heads"])
+def test_other_architecture_and_an_output_projection_on_the_cpu(folder: Path, closing: list[Engine], name: str) -> None:
+    path, tokens = model_path(folder, name), tokens_of(90, 4)
+    oracle = open_engine(path, "reference")
+    wishes = Wishes(BUDGET, resident_layers=1, slots=2, kv_offload=True, head=HeadPlace.CPU)
+    opened = open_on_gpu(path, wishes, 1, capability=(8, 0))
+    closing += [oracle, opened.engine]
+    assert error(pieces(opened.engine, tokens, 64, 2), pieces(oracle, tokens, 64, 2)) <= BOUND
+
+
+def feed(engine: Engine, chunks: list[Chunk]) -> np.ndarray:
+    result = engine.step(chunks)
+    assert result is not None
+    return result.logits()
+
+
+@pytest.mark.parametrize("mode", ["all resident", "all streamed, KV cache on the host"])
+def test_batch_mates_and_several_decode_rows_change_no_bit(folder: Path, closing: list[Engine], mode: str) -> None:
+    engine = open_on_gpu(model_path(folder, "qwen3_5"), MODES[mode], seed=2).engine
+    closing.append(engine)
+    tokens, others = tokens_of(40, 5), tokens_of(30, 6)
+    alone = pieces(engine, tokens, 64, 6)
+    sequence, mate = engine.new_sequence(), engine.new_sequence()
+    got = [feed(engine, [Chunk(sequence, tokens[:34], "prompt", "all"), Chunk(mate, others[:20], "prompt")])]
+    got.append(feed(engine, [Chunk(sequence, tokens[34:35], "decode", "all"), Chunk(mate, others[20:28], "prompt")]))
+    got.append(feed(engine, [Chunk(mate, others[28:29], "decode"), Chunk(sequence, tokens[35:38], "decode", "all")]))
+    got.append(feed(engine, [Chunk(sequence, tokens[38:], "decode", "all")]))
+    assert np.array_equal(np.concatenate(got), alone)
+
+
+def test_sequences_use_places_again_that_held_other_numbers(folder: Path, closing: list[Engine]) -> None:
+    """Nobody clears the state of a sequence that begins."""
+    engine = open_on_gpu(model_path(folder, "qwen3_5"), MODES["all resident"], seed=3).engine
+    closing.append(engine)
+    tokens = tokens_of(20, 7)
+    first = pieces(engine, tokens, 64, 3)
+    pieces(engine, tokens_of(25, 8), 64, 1)
+    assert np.array_equal(pieces(engine, tokens, 64, 3), first)
+    oracle = open_engine(model_path(folder, "qwen3_5"), "reference")
+    closing.append(oracle)
+    assert error(pieces(engine, tokens, 64, len(tokens)), pieces(oracle, tokens, 64, 0)) <= BOUND
+
+
+def test_saved_forked_and_cut_sequences_go_on_with_the_same_bits(
+    folder: Path, closing: list[Engine], tmp_path: Path
+) -> None:
+    engine = open_on_gpu(model_path(folder, "qwen3_5"), MODES["all resident"], seed=4).engine
+    closing.append(engine)
+    tokens = tokens_of(100, 9)
+    expected = pieces(engine, tokens, 64, 4)
+    sequence = engine.new_sequence()
+    feed(engine, [Chunk(sequence, tokens[:64], "prompt", "last")])
+    sequence.checkpoint()
+    feed(engine, [Chunk(sequence, tokens[64:96], "prompt", "last")])
+    sequence.save(tmp_path / "state")
+    fork = sequence.fork()
+    assert np.array_equal(feed(engine, [Chunk(fork, tokens[96:97], "decode", "all")])[0], expected[96])
+    assert np.array_equal(feed(engine, [Chunk(sequence, tokens[96:97], "decode", "all")])[0], expected[96])
+    fork.close()
+    loaded = Sequence.load(tmp_path / "state", engine.state_shape)
+    assert np.array_equal(feed(engine, [Chunk(loaded, tokens[96:97], "decode", "all")])[0], expected[96])
+    loaded.close()
+    assert sequence.truncate(80) == 64
+    got = feed(engine, [Chunk(sequence, tokens[64:96], "prompt", "all")])
+    assert np.array_equal(got, expected[64:96])
+    sequence.close()
+
+
+def test_room_for_the_sequences_that_were_asked(folder: Path, closing: list[Engine]) -> None:
+    opened = open_on_gpu(model_path(folder, "qwen3_5"), MODES["KV cache on the host"], seed=5)
+    engine = opened.engine
+    closing.append(engine)
+    shape = engine.state_shape.recurrent
+    assert shape is not None
+    assert dict(opened.plan.ledger)["recurrent state"] == 2 * shape.nbytes
+    held = [engine.new_sequence() for _ in range(2)]
+    feed(engine, [Chunk(sequence, [1], "decode", "last") for sequence in held])
+    third = engine.new_sequence()
+    with pytest.raises(CapacityError, match="room for 2 sequences"):
+        engine.step([Chunk(third, [1], "decode", "last")])
+    held[0].close()
+    feed(engine, [Chunk(third, [1], "decode", "last")])
