@@ -25,7 +25,9 @@ from tiny.weights import make_weights
 from tiny.write import write_gguf
 
 BASE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3"}
+BASE |= {"qwen35": "qwen3_5"}
 ALL = list(BASE)
+WHOLE_HEADS = [name for name in ALL if name != "qwen35"]  # families that rotate all of a head
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +79,21 @@ REFUSED: list[tuple[list[str], dict[str, object], str, str]] = [
     (ALL, {"{arch}.attention.key_length": 15}, "attention.key_length", "15"),
     (ALL, {"{arch}.attention.value_length": 8}, "attention.value_length", "8"),
     (ALL, {"{arch}.vocab_size": 130}, "vocab_size", "130"),
-    (ALL, {"{arch}.rope.dimension_count": 8}, "rope.dimension_count", "8"),
-    (ALL, {"{arch}.rope.dimension_sections": [1, 1]}, "rope.dimension_sections", "[1, 1]"),
+    (WHOLE_HEADS, {"{arch}.rope.dimension_count": 8}, "rope.dimension_count", "8"),
+    (WHOLE_HEADS, {"{arch}.rope.dimension_sections": [1, 1]}, "rope.dimension_sections", "[1, 1]"),
+    (["qwen35"], {"{arch}.rope.dimension_count": 7}, "rope.dimension_count", "7"),
+    (["qwen35"], {"{arch}.rope.dimension_count": 34}, "rope.dimension_count", "34"),
+    (["qwen35"], {"{arch}.ssm.conv_kernel": 1}, "ssm.conv_kernel", "1"),
+    (["qwen35"], {"{arch}.ssm.conv_kernel": MISSING}, "ssm.conv_kernel", "missing"),
+    (["qwen35"], {"{arch}.ssm.state_size": 0}, "ssm.state_size", "0"),
+    (["qwen35"], {"{arch}.ssm.group_count": 3}, "ssm.time_step_rank", "4"),
+    (["qwen35"], {"{arch}.ssm.time_step_rank": 5}, "ssm.inner_size", "64"),
+    (["qwen35"], {"{arch}.ssm.inner_size": MISSING}, "ssm.inner_size", "missing"),
+    (["qwen35"], {"{arch}.ssm.dt_b_c_rms": True}, "ssm.dt_b_c_rms", "True"),
+    (["qwen35"], {"{arch}.full_attention_interval": 0}, "full_attention_interval", "0"),
+    (["qwen35"], {"{arch}.attention.recurrent_layers": [True]}, "attention.recurrent_layers", "[True]"),
+    (["qwen35"], {"{arch}.nextn_predict_layers": 4}, "nextn_predict_layers", "4"),
+    (["qwen35"], {"{arch}.nextn_predict_layers": -1}, "nextn_predict_layers", "-1"),
     (ALL, {"{arch}.rope.scale_linear": 2.0}, "rope.scale_linear", "2.0"),
     (ALL, {"{arch}.rope.scaling.factor": 2.0}, "rope.scaling.factor", "2.0"),
     (ALL, {"{arch}.rope.scaling.type": "longrope"}, "rope.scaling.type", "longrope"),
@@ -97,7 +112,7 @@ REFUSED: list[tuple[list[str], dict[str, object], str, str]] = [
     (ALL, {"{arch}.logit_scale": 0.1}, "logit_scale", "0.1"),
     (["llama", "qwen2", "qwen3"], {"{arch}.attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "50.0"),
     (["llama", "qwen2", "qwen3"], {"{arch}.final_logit_softcapping": 30.0}, "final_logit_softcapping", "30.0"),
-    (["qwen2", "qwen3"], {"{arch}.attention.sliding_window": 16}, "attention.sliding_window", "16"),
+    (["qwen2", "qwen3", "qwen35"], {"{arch}.attention.sliding_window": 16}, "attention.sliding_window", "16"),
     (["gemma2"], {"{arch}.attention.sliding_window": 0}, "attention.sliding_window", "0"),
     (["gemma2", "gemma3"], {"{arch}.attention.sliding_window_pattern": [True]}, "sliding_window_pattern", "[True]"),
     (["gemma3"], {"{arch}.rope.freq_base": MISSING}, "rope.freq_base", "missing"),
@@ -173,6 +188,10 @@ ACCEPTED: list[tuple[str, dict[str, object], dict[str, object]]] = [
         {"{arch}.rope.scaling.type": "linear", "{arch}.rope.scaling.factor": 8.0},
         {"ropes": (Rope("linear", 30000.0, 24, factor=8.0), Rope("default", 10000.0, 24))},
     ),
+    ("qwen35", {"{arch}.full_attention_interval": 4, "{arch}.nextn_predict_layers": 0}, {}),
+    ("qwen35", {"{arch}.attention.recurrent_layers": np.array([1, 1, 1, 0], bool)}, {}),
+    ("qwen35", {"{arch}.rope.dimension_sections": MISSING}, {}),
+    ("qwen35", {"{arch}.rope.dimension_count": 16}, {"ropes": (Rope("default", 500.0, 16),)}),
     (
         "gemma3",
         {"{arch}.rope.freq_base_swa": 500.0},
@@ -240,7 +259,7 @@ def test_odd_rope_freqs_are_refused(files: dict[str, Checkpoint], info: Any) -> 
     assert "'rope_freqs.weight'" in refusal(changed(files["llama"], {}, {info.name: info}))
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma2", "gemma3", "qwen35"])
 def test_rope_freqs_of_another_family_are_refused(files: dict[str, Checkpoint], architecture: str) -> None:
     file = files[BASE[architecture]]
     size = read_model(file).config.head_dim // 2
@@ -259,6 +278,35 @@ def test_rope_freqs_beside_a_scaling_are_refused(files: dict[str, Checkpoint]) -
 def test_leftover_tensor_is_named(files: dict[str, Checkpoint], name: str) -> None:
     info = tensor_info(name, np.zeros(64, np.float32))
     assert name.removesuffix("q.bias") in refusal(changed(files["llama"], {}, {name: info}))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(files: dict[str, Checkpoint]) -> None:
+    """They are blocks after the model's own, and counted among them."""
+    file = files["qwen3_5"]
+    names = ("blk.4.nextn.eh_proj.weight", "blk.4.attn_q.weight", "blk.4.attn_norm.weight")
+    tensors = {name: tensor_info(name, np.zeros((3, 3), np.float32)) for name in names}
+    counts = {"{arch}.block_count": 5, "{arch}.nextn_predict_layers": 1}
+    spec = read_model(changed(file, counts | {"{arch}.attention.recurrent_layers": [1, 1, 1, 0, 0]}, tensors))
+    assert spec.ignored_tensors == names
+    assert spec.config == read_model(file).config
+    assert "'blk.4.nextn.eh_proj.weight'" in refusal(changed(file, {}, tensors))
+    assert "'blk.40.attn_q.weight'" in refusal(
+        changed(file, counts, tensors | {"blk.40.attn_q.weight": tensor_info("blk.40.attn_q.weight", np.zeros(3))})
+    )
+
+
+def test_layers_may_be_in_any_order(files: dict[str, Checkpoint]) -> None:
+    """What recurrent_layers says counts, whatever the interval."""
+    file = files["qwen3_5"]
+    order = {"{arch}.attention.recurrent_layers": [True, False, True, True], "{arch}.full_attention_interval": 4}
+    assert "'blk.1.attn_q_norm.weight' is missing" in refusal(changed(file, order))
+
+
+def test_value_heads_of_qwen35_files_are_tiled(files: dict[str, Checkpoint]) -> None:
+    config = read_model(files["qwen3_5"]).config
+    assert config.delta is not None
+    assert config.delta.tiled_values
+    assert not config.norm_plus_one
 
 
 def test_qwen2_without_biases_is_refused(files: dict[str, Checkpoint]) -> None:

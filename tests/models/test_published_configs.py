@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from edge_transformer.models.config import ModelConfig
+from edge_transformer.models.forward import delta_shapes
 from edge_transformer.models.read import read_model
 from tiny.memory import checkpoint
 from tiny.weights import tensor_shapes
@@ -102,6 +103,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 512, "torch_dtype": "bfloat16", "transformers_version": "4.55.0.dev0",
         "use_bidirectional_attention": False, "use_cache": True, "vocab_size": 262144,
     },
+    "qwen3.5-9b": {
+        "architectures": ["Qwen3_5ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_output_gate": True, "bos_token_id": None, "dtype": "bfloat16", "eos_token_id": 248044,
+        "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288,
+        "layer_types": [("full" if layer % 4 == 3 else "linear") + "_attention" for layer in range(32)],
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 16,
+        "num_hidden_layers": 32, "num_key_value_heads": 4, "pad_token_id": None, "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000, "rope_type": "default",
+        },
+        "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
+    },
 }  # fmt: skip
 
 
@@ -127,3 +145,8 @@ def test_what_they_mean() -> None:
     assert read("qwen2.5-7b").ropes[0].attention_factor == pytest.approx(1.1386294361119891)
     assert read("gemma-2-9b").layer_windows[:2] == (4096, None)
     assert [layer for layer, rope in enumerate(read("gemma-3-270m").layer_ropes) if rope == 0] == [5, 11, 17]
+    hybrid = read("qwen3.5-9b")
+    assert [layer for layer, kind in enumerate(hybrid.layer_kinds) if kind == "attention"] == list(range(3, 32, 4))
+    assert hybrid.ropes[0].rotary_dim == 64
+    # 2 MiB of state and 96 KiB of the convolution's window for each of 24 layers.
+    assert sum(shape.block_bytes for shape in delta_shapes(hybrid)) == 24 * ((2 << 20) + (96 << 10))

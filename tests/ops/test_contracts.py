@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 
 from cpu.attention_cases import make_shape
-from edge_transformer.formats.weight import FORMATS, WeightFormat, packed_layout
+from cpu.delta_cases import delta_shape
+from edge_transformer.formats.weight import FORMATS, WeightFormat, packed_layout, round_up
 from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.contracts import (
     CONTRACTS,
     add_norm_bytes,
     attention_decode_bytes,
     attention_flops,
+    gated_delta_decode_bytes,
+    gated_delta_step_flops,
     visible_positions,
     weight_bytes,
 )
@@ -45,3 +48,11 @@ def test_attention() -> None:
 def test_add_norm() -> None:
     assert add_norm_bytes(2, 10, has_delta=False) == 160
     assert add_norm_bytes(2, 10, has_delta=True) == 320
+
+
+def test_gated_delta() -> None:
+    shape = delta_shape(2, 4, key_dim=16, value_dim=8, conv_width=4)
+    assert shape.channels == 2 * 2 * 16 + 4 * 8
+    assert shape.block_bytes == round_up((4 * 16 * 8 + 96 * 3) * 4, 256)
+    assert gated_delta_decode_bytes(shape) == (2 * (4 * 16 * 8 + 96 * 3) + 96 + 2 * 32) * 4
+    assert gated_delta_step_flops(shape) == 4 * 16 * 8 * 7

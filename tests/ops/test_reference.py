@@ -9,6 +9,15 @@ import numpy.typing as npt
 import pytest
 
 from cpu.attention_cases import Piece, assert_right, make_batch, make_cache, make_shape
+from cpu.delta_cases import (
+    assert_delta_right,
+    delta_in_fp64,
+    delta_shape,
+    make_blocks,
+    make_delta_batch,
+    make_inputs,
+    run_delta,
+)
 from cpu.guarded import Guarded
 from cpu.made_weights import make_weight
 from edge_transformer.formats.weight import WeightFormat
@@ -173,3 +182,31 @@ def test_functions_equal_those_of_pytorch() -> None:
     np.testing.assert_array_equal(
         round_to_bf16(x), torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
     )
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_gated_delta(tiled: bool) -> None:
+    rng = np.random.default_rng()
+    shape = delta_shape(3, 6, key_dim=7, value_dim=10, conv_width=3, tiled=tiled)
+    pieces = [Piece(0, 0, 70), Piece(1, 33, 20), Piece(2, 5, decode=True), Piece(2, 6, decode=True)]
+    inputs, before = make_inputs(shape, 92, rng), make_blocks(shape, 3, rng)
+    blocks = before.copy()
+    batch = make_delta_batch(pieces, blocks)
+    got = run_delta(ReferenceBackend(), shape, inputs, batch)
+    assert_delta_right(got, blocks, shape, delta_in_fp64(shape, inputs, batch, before))
+
+
+def test_output_gates() -> None:
+    shape = make_shape(3, 1, 8)
+    batch, joined = prompt_batch(5), floats((5, 3 * 2 * 8), 1)
+    q, gate = Guarded(5, 24), Guarded(5, 24)
+    backend = ReferenceBackend()
+    backend.split_query_gate(tensor_of(joined), shape, q.tensor, gate.tensor, batch)
+    heads = joined.reshape(5, 3, 2, 8)
+    np.testing.assert_array_equal(q.array, heads[:, :, 0].reshape(5, 24))
+    np.testing.assert_array_equal(gate.array, heads[:, :, 1].reshape(5, 24))
+    before = q.array.astype(np.float64)
+    backend.apply_gate(q.tensor, gate.tensor, batch)
+    q.check()
+    exact = before / (1 + np.exp(-gate.array.astype(np.float64)))
+    assert_within("apply_gate", q.array, exact, np.abs(before))
