@@ -50,6 +50,7 @@ class GpuSettings:
     -1 all, 0 none, n spread evenly. slots: for streamed layers, at least 2. kv_offload: KV cache in host memory.
     lm_head: "gpu", "streamed" or "cpu". fast_prefill: one bf16 term for the activations of prompts. force_capability:
     the kernels' path for an older card, such as (7, 5). timeline: records what the GPU does and when, without graphs.
+    sequences: that share a pass at most; resident KV caches and recurrent state have room for so many.
     """
 
     device: int = 0
@@ -61,8 +62,11 @@ class GpuSettings:
     fast_prefill: bool = False
     force_capability: tuple[int, int] | None = None
     timeline: Timeline | None = None
+    sequences: int = 1
 
     def __post_init__(self) -> None:
+        if self.sequences < 1:
+            raise UsageError(f"sequences is {self.sequences}; allowed: 1 or more")
         if self.lm_head is not None and self.lm_head not in tuple(HeadPlace):
             raise UsageError(f"lm_head is {self.lm_head!r}; allowed: {', '.join(HeadPlace)}")
         if self.vram_bytes is not None and self.vram_bytes < 1:
@@ -210,7 +214,7 @@ def open_on_cuda(
         head = None if settings.lm_head is None else HeadPlace(settings.lm_head)
         wishes = Wishes(budget, settings.resident_layers, settings.slots, settings.kv_offload, head)
         options = GpuOptions(
-            wishes, context_length, fast_prefill=settings.fast_prefill, timeline=settings.timeline, measure=True
+            wishes, context_length, sequences=settings.sequences, fast_prefill=settings.fast_prefill, timeline=settings.timeline, measure=True
         )
         return open_gpu_engine(gpu, checkpoint, spec, host_weights, host, kv_dtype, options)
     except BaseException:
