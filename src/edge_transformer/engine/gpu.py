@@ -214,7 +214,12 @@ def open_on_cuda(
         head = None if settings.lm_head is None else HeadPlace(settings.lm_head)
         wishes = Wishes(budget, settings.resident_layers, settings.slots, settings.kv_offload, head)
         options = GpuOptions(
-            wishes, context_length, sequences=settings.sequences, fast_prefill=settings.fast_prefill, timeline=settings.timeline, measure=True
+            wishes,
+            context_length,
+            sequences=settings.sequences,
+            fast_prefill=settings.fast_prefill,
+            timeline=settings.timeline,
+            measure=True,
         )
         return open_gpu_engine(gpu, checkpoint, spec, host_weights, host, kv_dtype, options)
     except BaseException:
