@@ -136,6 +136,13 @@ class RecurrentState:
             self.shape.memory.copy(other._allocation.address, self._allocation.address, self.shape.nbytes)
         return other
 
+    def release(self) -> None:
+        """Give the blocks back until `prepare`; what they hold is kept on the host, as checkpoints are."""
+        if self._allocation is not None:
+            self._pending = self.read()
+            self._allocation.close()
+            self._allocation = None
+
     def close(self) -> None:
         """Give the blocks and the checkpoints back."""
         allocation, self._allocation = self._allocation, None
