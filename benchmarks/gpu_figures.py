@@ -3,7 +3,8 @@
     --only STAGE ...     these stages, also where a result is stored already
     --peer LLAMA_BENCH   llama.cpp's llama-bench, to stand beside on the same files in the same run
     --models FOLDER      keep the random models here for the next call (default: a temporary folder in /dev/shm)
-    --smollm2 FILE, --gemma3 FILE    real models, for the stages "golden" and "golden-sm75"
+    --smollm2 FILE, --gemma3 FILE, --hybrid24m FOLDER, --hybrid24m_q8_0 FILE
+                         real models, for the stages "golden" and "golden-sm75"
     --traces FOLDER      keep the timelines of the stage "trace" for ui.perfetto.dev
     --table              print the table of the stored results and measure nothing
 
@@ -28,7 +29,7 @@ from gpu_stages import STAGES
 
 STAGE_SECONDS = 480
 INTERRUPTED = 130
-REAL_MODELS = ("smollm2", "gemma3")
+REAL_MODELS = ("smollm2", "gemma3", "hybrid24m", "hybrid24m_q8_0")
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ def golden(*options: str) -> Stage:
 
     def run(session: Session) -> Iterator[Figure]:
         if not session.real:
-            raise FileNotFoundError("a real model is needed: --smollm2 FILE or --gemma3 FILE")
+            raise FileNotFoundError("a real model is needed: --smollm2 FILE or another")
         files = [part for name, path in session.real.items() for part in (f"--{name}", str(path.resolve()))]
         code, lines = _output([sys.executable, "tests/cuda/gpu_golden.py", *files, *options], 460)
         yield from _verdicts(f"golden ids of {', '.join(session.real)} {' '.join(options)}".rstrip(), code, lines)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from bus_gaps import traced_decode
 from figures import Figure, at_least, at_most, stated
 from gpu_measure import Opened, bus_rate, decode_limit, decode_rate, open_model, past_of, prefill_rate, random_tokens
 from gpu_session import (
@@ -34,6 +35,8 @@ LEAST = Wishes(SMALL, resident_layers=0, slots=2, kv_offload=True)
 
 COMPARED = 1024
 """Positions at which models are compared."""
+
+SOME_LAYERS = 10
 
 PROBE_PROMPT, PROBE_TOKENS = 600, 6
 """Prompt tokens, three whole chunk borders and a rest of one, and decoded ones of the comparison of bits."""
@@ -105,6 +108,32 @@ def host_prefill(session: Session) -> Iterator[Figure]:
         peer = session.peer_result(path, "-ngl", "0", "-p", "512", "-n", "0", "-r", "2", "-lm", "mmap,none")
         what = f"{SHAPE} {file_format}, all weights on the host: prefill of 512"
         yield from beside_peer(what, rate, peer, 4.0, terms)
+
+
+def trace(session: Session) -> Iterator[Figure]:
+    """How busy the bus is while int8 decodes, streamed within 512 MiB; where it stood still."""
+    path = session.model(SHAPE, "int8")
+    for head in (HeadPlace.STREAMED, HeadPlace.CPU):
+        file = None if session.traces is None else session.traces / f"9b-lm_head-{head}.json"
+        decoded = traced_decode(path, replace(LEAST, head=head), session.threads, DEPTH, 8, file)
+        what, busy = f"int8, streamed, lm_head: {head}", decoded.summary.bus_share * 100
+        if head is HeadPlace.STREAMED:
+            yield at_least(f"{what}: bus busy", busy, 95, "%", decoded.text)
+        else:
+            yield stated(f"{what}: bus busy", busy, "%", decoded.text)
+        yield stated(f"{what}: decode, traced", decoded.rate, "tok/s")
+
+
+def plain(session: Session) -> Iterator[Figure]:
+    """The sm_75 path forced, int4: stated."""
+    path, bus = session.model(SHAPE, "int4"), bus_rate()
+    with open_model(path, RESIDENT, 2048, session.threads, plain=True) as opened:
+        yield stated("sm_75 path, int4 resident: prefill of 512", prefill_rate(opened.engine, 512), "tok/s")
+        rate = decode_rate(opened.engine, past_of(opened.engine, DEPTH), 24)
+        yield stated("sm_75 path, int4 resident: decode", rate, "tok/s")
+    with open_model(path, LEAST, 2048, session.threads, plain=True) as opened:
+        yield stated("sm_75 path, int4 streamed: prefill of 512", prefill_rate(opened.engine, 512), "tok/s")
+        yield from _decode(opened, "sm_75 path, int4 streamed", past_of(opened.engine, DEPTH), bus, 8, asked=False)
 
 
 # ---- everything on the GPU
@@ -182,7 +211,10 @@ def placements(session: Session) -> Iterator[Figure]:
     for what, wishes in (
         ("all resident", RESIDENT),
         ("all streamed", Wishes(AMPLE, 0, slots=2, kv_offload=False, head=HeadPlace.GPU)),
-        ("10 resident, 3 slots, KV offload", Wishes(AMPLE, 10, slots=3, kv_offload=True, head=HeadPlace.GPU)),
+        (
+            f"{SOME_LAYERS} resident, 3 slots, KV offload",
+            Wishes(AMPLE, SOME_LAYERS, slots=3, kv_offload=True, head=HeadPlace.GPU),
+        ),
         ("lm_head streamed", Wishes(AMPLE, -1, slots=2, kv_offload=False, head=HeadPlace.STREAMED)),
         ("512 MiB, lm_head streamed", Wishes(SMALL, 0, slots=2, kv_offload=True, head=HeadPlace.STREAMED)),
         ("512 MiB, lm_head on the CPU", Wishes(SMALL, 0, slots=2, kv_offload=True, head=HeadPlace.CPU)),

@@ -39,7 +39,7 @@ from edge_transformer.ops.tensor import DType
 from edge_transformer.placement.plan import HeadPlace, Plan, Wishes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = ("smollm2", "gemma3")
+NAMES = ("smollm2", "gemma3", "hybrid24m", "hybrid24m_q8_0")
 
 # The bounds of tests/engine/test_real_models.py, and for an output projection on the CPU that of the correctness chain.
 NEAR_TIE = 1e-3

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -42,7 +42,9 @@ from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import UsageError
 from edge_transformer.formats.open import open_checkpoint
+from edge_transformer.formats.weight import round_up
 from edge_transformer.models.read import read_model
+from edge_transformer.ops.batch import DELTA_CHUNK_POSITIONS
 from edge_transformer.ops.tensor import DType
 from edge_transformer.placement.plan import Wishes
 from tiny.models import MODELS
@@ -59,11 +61,17 @@ CHECKED = (
     "gemma2_long",
     "gemma2_query_scale",
     "gemma3_linear",
+    "qwen3_5",
+    "qwen3_5_odd_heads",
+    "qwen3_5_wide_heads",
 )
 BOUND = 1e-5
 """Of |difference of logits| over max(1, largest |logit|), on a GPU as on the CPU."""
 
 WAYS = (Way(512), Way(37), Way(64), Way(128), Way(64, 2), Way(37, 3, 2), Way(128, 3))
+RECURRENT_WAYS = tuple(replace(way, chunk=round_up(way.chunk, DELTA_CHUNK_POSITIONS)) for way in WAYS)
+"""Of models with recurrent state: their bits depend on where prompts are cut, and the engine cuts on these borders."""
+
 CONTEXT = 1024
 LIMIT_S = 85
 
@@ -113,6 +121,7 @@ def check(name: str, capability: tuple[int, int] | None, tokens: int, every: int
     prompts = random_prompts(lengths, 131)
     gpu = KeptGpu(forced_capability=capability)
     findings, exact = Findings(), list[Logits]()
+    ways = RECURRENT_WAYS if "linear_num_value_heads" in MODELS[name].config else WAYS
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = write_hf(Path(folder) / name, MODELS[name].config, make_weights(MODELS[name]))
@@ -120,16 +129,16 @@ def check(name: str, capability: tuple[int, int] | None, tokens: int, every: int
         layers = int(str(MODELS[name].config["num_hidden_layers"]))
         first = Placement(ALL_RESIDENT)
         for variant in VARIANTS[:1] if short else VARIANTS:
-            reference = model.logits(first, variant, prompts, WAYS[0])
+            reference = model.logits(first, variant, prompts, ways[0])
             if variant is VARIANTS[0]:
                 exact = reference
-            for way in () if short else WAYS[1:]:
+            for way in () if short else ways[1:]:
                 findings.compare(
                     f"{variant.name}: {way}", True, reference, model.logits(first, variant, prompts, way), BOUND
                 )
             some = placements(layers, first.wishes.budget_bytes)[:: every * variant.every]
             for number, placement in enumerate(short_placements(first.wishes.budget_bytes) if short else some):
-                way = WAYS[number % len(WAYS)]
+                way = ways[number % len(ways)]
                 logits = model.logits(placement, variant, prompts, way)
                 findings.compare(f"{variant.name}: {placement}; {way}", placement.exact, reference, logits, BOUND)
         try:
