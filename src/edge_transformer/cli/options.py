@@ -211,8 +211,16 @@ def generation_config(options: dict[str, Any], **more: Any) -> GenerationConfig:
     return GenerationConfig(**fields, **more)
 
 
-def load_model(model: str, options: dict[str, Any], progress: Progress, timeline: Timeline | None = None) -> LLM:
-    """The model, loaded as the engine options among `options` ask. timeline: records what a GPU does."""
+def load_model(
+    model: str,
+    options: dict[str, Any],
+    progress: Progress,
+    timeline: Timeline | None = None,
+    sequences: int | None = None,
+) -> LLM:
+    """The model, loaded as the engine options among `options` ask. timeline: records what a GPU does. sequences: that
+    share a pass on a GPU.
+    """
     from edge_transformer import LLM
 
     return LLM(
@@ -221,13 +229,13 @@ def load_model(model: str, options: dict[str, Any], progress: Progress, timeline
         threads=options["threads"],
         kv_dtype=options["kv_dtype"],
         backend=options["backend"],
-        gpu=_gpu_settings(options, timeline),
+        gpu=_gpu_settings(options, timeline, sequences),
         offline=options["offline"],
         progress=progress,
     )
 
 
-def _gpu_settings(options: dict[str, Any], timeline: Timeline | None) -> GpuSettings | None:
+def _gpu_settings(options: dict[str, Any], timeline: Timeline | None, sequences: int | None) -> GpuSettings | None:
     """What the options of a GPU ask for, None for another backend. Raises UsageError for an option without a GPU."""
     given = {name: options[name] for name in _GPU_OPTIONS if options[name] is not None}
     if not options["fast_prefill"]:  # a flag that was not given
@@ -239,7 +247,8 @@ def _gpu_settings(options: dict[str, Any], timeline: Timeline | None) -> GpuSett
         return None
     from edge_transformer import GpuSettings
 
-    return GpuSettings(**{_GPU_OPTIONS[name]: value for name, value in given.items()}, timeline=timeline)
+    fields = {_GPU_OPTIONS[name]: value for name, value in given.items()}
+    return GpuSettings(**fields, timeline=timeline, sequences=sequences or 1)
 
 
 def _add(options: dict[str, dict[str, Any]], command: Command) -> Command:
