@@ -12,6 +12,7 @@ from edge_transformer.engine.core import Chunk, Engine
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.errors import CapacityError
 from edge_transformer.placement.plan import HeadPlace, Wishes
+from emulator import EmulatedGpu
 from tiny.models import MODELS
 from tiny.run import open_engine
 
@@ -123,3 +124,32 @@ def test_room_for_the_sequences_that_were_asked(folder: Path, closing: list[Engi
         engine.step([Chunk(third, [1], "decode", "last")])
     held[0].close()
     feed(engine, [Chunk(third, [1], "decode", "last")])
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_copies_of_state_stay_what_they_are(folder: Path, closing: list[Engine], refused: bool) -> None:
+    """Their memory is used again only when nobody holds them, and outlives the GPU; also where locking is refused."""
+    gpu = EmulatedGpu(6, refuse_registration=refused)
+    engine = open_on_gpu(model_path(folder, "qwen3_5"), MODES["all resident"], gpu=gpu).engine
+    closing.append(engine)
+    sequence = engine.new_sequence()
+    copies = []
+    for length in (3, 1, 2):
+        feed(engine, [Chunk(sequence, tokens_of(length, length), "prompt", "last")])
+        assert sequence.recurrent is not None
+        copies.append(sequence.recurrent.read())
+    kept = [copy.copy() for copy in copies]
+    part, place = copies[1][:100], copies[1].ctypes.data
+    del copies[1]
+    feed(engine, [Chunk(sequence, [1], "decode", "last")])
+    copies.append(sequence.recurrent.read())
+    assert np.array_equal(part, kept[1][:100])
+    del part
+    kept.append(copies[-1].copy())
+    newest = sequence.recurrent.read()
+    assert np.array_equal(newest, kept[-1])
+    if not refused:
+        assert newest.ctypes.data == place
+    engine.close()
+    for copy, expected in zip(copies, [kept[0], *kept[2:]], strict=True):
+        assert np.array_equal(copy, expected)

@@ -89,17 +89,6 @@ class ArenaTileMemory(ArenaSlots):
         super().__init__(gpu, stream, address, nbytes, tile_bytes, full)
 
 
-class ArenaStateMemory(ArenaSlots):
-    """Recurrent state of sequences, `state_bytes` each, in the arena."""
-
-    def __init__(self, gpu: Gpu, stream: Stream, address: int, nbytes: int, state_bytes: int) -> None:
-        full = (
-            "the recurrent state on the GPU is full: it has room for {count} sequences of {nbytes} bytes, all in use; "
-            "close a sequence, or open the model for more of them"
-        )
-        super().__init__(gpu, stream, address, nbytes, state_bytes, full)
-
-
 class LockedTileMemory:
     """Tiles in page-locked host memory: kernels append to them over the bus, copies bring runs of them to the GPU."""
 

@@ -9,7 +9,8 @@ from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.backend import CudaBackend
 from edge_transformer.cuda.device_batch import BatchCapacity, tiles_of_context
 from edge_transformer.cuda.runtime import Gpu
-from edge_transformer.cuda.tile_memory import ArenaStateMemory, ArenaTileMemory, LockedTileMemory
+from edge_transformer.cuda.state_memory import ArenaStateMemory
+from edge_transformer.cuda.tile_memory import ArenaTileMemory, LockedTileMemory
 from edge_transformer.cuda.timeline import Timeline
 from edge_transformer.cuda.tracing_gpu import TracingGpu
 from edge_transformer.cuda.weights import GpuWeights, segment_bytes, vector_bytes
