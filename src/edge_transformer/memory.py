@@ -1,4 +1,4 @@
-"""Anonymous host memory: what KV tiles, workspaces and re-arranged weights live in.
+"""Host memory: how much is free, and the anonymous memory that KV tiles, workspaces and re-arranged weights live in.
 
 Knows nothing of what is stored. Pages are zero, and take room only once they are touched.
 """
@@ -22,6 +22,15 @@ def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
     if nbytes == 0:
         return np.empty(0, np.uint8)
     return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), np.uint8)
+
+
+def available_memory() -> int:
+    """Bytes that programs can still have without swapping, as the kernel estimates."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
 
 
 class HostMemory:

@@ -38,11 +38,9 @@ def expectation(llm: LLM) -> str | None:
 
 def available_memory() -> int:
     """Bytes that programs can still have without swapping, as the kernel estimates."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
+    from edge_transformer import memory
+
+    return memory.available_memory()
 
 
 def read_rate() -> float:

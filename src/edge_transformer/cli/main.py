@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": ("edge_transformer.cli.chat", "Talk with a model, turn by turn."),
     "serve": ("edge_transformer.cli.serve", "Serve a model over HTTP, as OpenAI's interface."),
     "info": ("edge_transformer.cli.info", "Say what a model is and whether it can run, without loading it."),
+    "verify": ("edge_transformer.cli.verify", "Check that a model is computed right on this machine."),
     "quantize": ("edge_transformer.cli.quantize", "Make a smaller model of int8 or int4 weights."),
     "pull": ("edge_transformer.cli.pull", "Download a model, or bring it up to date."),
     "list": ("edge_transformer.cli.list", "List the downloaded models."),
