@@ -7,6 +7,7 @@ from typing import Any, TextIO
 import click
 
 from edge_transformer.cli.console import note, progress_bar, size
+from edge_transformer.cli.ledger import ledger
 from edge_transformer.cli.options import Size, engine_options, load_model
 
 
@@ -41,7 +42,8 @@ from edge_transformer.cli.options import Size, engine_options, load_model
     "--kv-budget",
     metavar="SIZE",
     type=Size(),
-    help="Memory for the KV caches of all answers together, such as 2GiB (default: half of what is available).",
+    help="Memory for the KV caches of all answers together, such as 2GiB (default: what the GPU's plan has for them, "
+    "or half of the memory that is free).",
 )
 @click.option(
     "--api-key",
@@ -105,7 +107,10 @@ def command(
 
     def open_model() -> Any:
         with progress_bar() as progress:
-            return load_model(model, options, progress)
+            llm = load_model(model, options, progress, sequences=parallel)
+        if llm.plan is not None:
+            note(ledger(llm.plan))
+        return llm
 
     keys = read_keys([*api_keys, "" if api_key_file is None else api_key_file.read()])
     if api_key_file is not None and not keys:
@@ -120,8 +125,13 @@ def command(
 
 
 def _kv_budget(llm: Any, asked: int | None) -> int:
+    """Bytes for KV caches: what was asked; else what the GPU's plan has for them, or half of the memory there is."""
     from edge_transformer.cli.expectation import available_memory
 
-    budget = available_memory() // 2 if asked is None else asked
-    note(f"KV caches: up to {size(budget)}")
+    planned = dict(llm.plan.ledger)["KV cache"] if llm.plan is not None and llm.plan.kv == "gpu" else None
+    if planned is None:
+        budget = available_memory() // 2 if asked is None else asked
+    else:
+        budget = planned if asked is None else min(asked, planned)
+    note(f"KV caches: up to {size(budget)}{'' if planned is None else ' on the GPU'}")
     return budget

@@ -17,13 +17,18 @@ SLAB_BYTES = 16 << 20
 
 
 class BudgetedTileMemory:
-    """A TileMemory that refuses what would exceed `budget_bytes`. `used_bytes`: what is allocated now."""
+    """A TileMemory that refuses what would exceed `budget_bytes`. `used_bytes`: what is allocated now.
+
+    Memory in runs (page-locked, which takes long to make) is kept when it is given back, for the next that asks.
+    """
 
     def __init__(self, inner: TileMemory, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
         self._inner: TileMemory = PooledHostMemory() if isinstance(inner, HostTileMemory) else inner
+        self._spare: dict[int, list[Allocation]] = {}
+        self._spare_bytes = 0
         self.run_bytes = self._inner.run_bytes
 
     def allocate(self, nbytes: int) -> Allocation:
@@ -33,10 +38,33 @@ class BudgetedTileMemory:
                 f"KV caches hold {self.used_bytes} bytes; {nbytes} more exceed their budget of {self.budget_bytes} "
                 "(--kv-budget)"
             )
-        allocation = self._inner.allocate(nbytes)
+        if self._spare.get(nbytes):
+            allocation = self._spare[nbytes].pop()
+            self._spare_bytes -= nbytes
+        else:
+            if self.used_bytes + self._spare_bytes + nbytes > self.budget_bytes:
+                self.release_spare()
+            allocation = self._inner.allocate(nbytes)
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return _Counted(self, allocation, nbytes)
+
+    def give_back(self, allocation: Allocation, nbytes: int) -> None:
+        """Called by what `allocate` gave."""
+        self.used_bytes -= nbytes
+        if self.run_bytes > 1:
+            self._spare.setdefault(nbytes, []).append(allocation)
+            self._spare_bytes += nbytes
+        else:
+            allocation.close()
+
+    def release_spare(self) -> None:
+        """Close what is kept for the next that asks."""
+        for allocations in self._spare.values():
+            for allocation in allocations:
+                allocation.close()
+        self._spare.clear()
+        self._spare_bytes = 0
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         self._inner.copy(destination, source, nbytes)
@@ -54,13 +82,13 @@ class _Counted:
     def __init__(self, memory: BudgetedTileMemory, allocation: Allocation, nbytes: int) -> None:
         self.address = allocation.address
         self._memory = memory
-        self._allocation = allocation
+        self._allocation: Allocation | None = allocation
         self._nbytes = nbytes
 
     def close(self) -> None:
-        self._allocation.close()
-        self._memory.used_bytes -= self._nbytes
-        self._nbytes = 0
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            self._memory.give_back(allocation, self._nbytes)
 
 
 class PooledHostMemory(HostTileMemory):

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer.engine.sequence import Sequence as EngineSequence
+from edge_transformer.errors import CapacityError
 
 MAX_ENTRIES = 64
 
@@ -26,9 +27,11 @@ class _Entry:
 class PrefixCache:
     """Kept sequences, the least recently used first. Not safe for use by two threads at once."""
 
-    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+    def __init__(self, max_entries: int = MAX_ENTRIES, max_state_bytes: int = 0) -> None:
+        """max_state_bytes: what checkpoints of recurrent state may take together."""
         self._entries: list[_Entry] = []
         self._max_entries = max_entries
+        self._max_state_bytes = max_state_bytes
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -36,6 +39,8 @@ class PrefixCache:
     def keep(self, sequence: EngineSequence) -> None:
         """Take a sequence over, cut to its prompt tokens; what another one covers is closed."""
         sequence.reuse(sequence.prompt_length)
+        if sequence.recurrent is not None:
+            sequence.recurrent.release()
         tokens = np.array(sequence.tokens, np.int64)
         if any(_common(entry.tokens, tokens) == len(tokens) for entry in self._entries):
             sequence.close()  # nothing to keep, or held already
@@ -44,7 +49,7 @@ class PrefixCache:
         for entry in covered:
             self._drop(entry)
         self._entries.append(_Entry(sequence, tokens))
-        while len(self._entries) > self._max_entries:
+        while len(self._entries) > self._max_entries or self._state_bytes > self._max_state_bytes:
             self.evict()
 
     def take(self, prompt: Sequence[int], running: Iterable[EngineSequence] = ()) -> EngineSequence | None:
@@ -62,7 +67,10 @@ class PrefixCache:
         for common, sequence, entry in found:
             if common <= (0 if best is None else len(best)):
                 break
-            fork = sequence.fork()
+            try:
+                fork = sequence.fork()
+            except CapacityError:  # no room for a copy of its recurrent state
+                continue
             fork.reuse(common)
             if len(fork) <= (0 if best is None else len(best)):
                 fork.close()
@@ -86,6 +94,10 @@ class PrefixCache:
         """Give everything back."""
         while self.evict():
             pass
+
+    @property
+    def _state_bytes(self) -> int:
+        return sum(entry.sequence.recurrent.held_bytes for entry in self._entries if entry.sequence.recurrent)
 
     def _drop(self, entry: _Entry) -> None:
         self._entries = [other for other in self._entries if other is not entry]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from edge_transformer.engine.answer import Answer, Constraint, FloatArray, Piece
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 RECOMPUTED_ROWS = 32
 """Rows of a pass at most that repeat tokens an answer had before its memory was taken away."""
+
+STATE_SHARE = 4
+"""Checkpoints of recurrent state may take 1 / STATE_SHARE of the budget of KV caches, besides it: those of answers in
+the making, and as much those of kept prefixes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +139,17 @@ class Scheduler:
         self.limits = limits
         self.memory = BudgetedTileMemory(engine.state_shape.memory, kv_budget_bytes)
         engine.state_shape.memory = self.memory
+        state_budget = kv_budget_bytes // STATE_SHARE
+        if engine.state_shape.recurrent is not None:
+            budget = state_budget // limits.sequences
+            engine.state_shape.recurrent = replace(engine.state_shape.recurrent, budget_bytes=budget)
         self._engine = engine
         self._tokenizer = tokenizer
         self._end_token_ids = tuple(end_token_ids)
         self._context_length = context_length
         self._failed = failed
         self._check_limits()
-        self._cache = PrefixCache()
+        self._cache = PrefixCache(max_state_bytes=state_budget)
         self._live: list[_Live] = []
         self._waiting: deque[_Live] = deque()
         self._numbers = 0
@@ -223,6 +232,7 @@ class Scheduler:
         self._live.clear()
         self._waiting.clear()
         self._cache.clear()
+        self.memory.release_spare()
         for request in requests:
             if not request.cancelled:
                 request.listener.failed(error)
