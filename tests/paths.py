@@ -27,6 +27,16 @@ def gemma3_path() -> Path:
     return _model(GEMMA3_FILE, package=None)
 
 
+def hybrid_path() -> Path:
+    """hybrid-24m, a small trained model of the Qwen3.5 architecture, as a Hugging Face folder."""
+    return _shared("hybrid-24m")
+
+
+def hybrid_gguf_path() -> Path:
+    """The same in Q8_0, as llama.cpp's converter writes it."""
+    return _shared("hybrid-24m/hybrid-24m-q8_0.gguf")
+
+
 def shared_folder() -> Path:
     """The folder of shared reference data: ETE_TEST_SHARED, or `../shared` beside the repository."""
     if named := os.environ.get("ETE_TEST_SHARED"):
@@ -44,6 +54,13 @@ def user_cache() -> Path:
     if named := os.environ.get("ETE_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edge-transformer"
+
+
+def _shared(name: str) -> Path:
+    path = shared_folder() / name
+    if not path.exists():
+        pytest.skip(f"{name} is not in the folder of shared reference data")
+    return path
 
 
 def _model(file_name: str, *, package: str | None) -> Path:

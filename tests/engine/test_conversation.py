@@ -19,7 +19,7 @@ from edge_transformer import LLM
 from edge_transformer.engine.core import Engine
 from edge_transformer.engine.generation import Generation
 from engine.test_llm import VOCABULARY, write_chat_model
-from paths import shared_folder, smollm2_path
+from paths import hybrid_path, smollm2_path
 
 TURNS = 10
 LOGPROB_BOUND = 1e-4
@@ -162,7 +162,7 @@ def test_an_answer_that_was_stopped_can_be_gone_on_from(talk: Talk) -> None:
 @pytest.mark.parametrize("kv_dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("name", ["demo", "hybrid"])
 def test_ten_turns_of_a_real_model(name: str, kv_dtype: str) -> None:
-    path = smollm2_path() if name == "demo" else shared_folder() / "hybrid-24m"
+    path = smollm2_path() if name == "demo" else hybrid_path()
     divergences: list[float] = []
     with LLM(path, threads=2, kv_dtype=kv_dtype, context_length=2048) as llm:
         talk = Talk(llm)

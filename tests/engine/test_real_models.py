@@ -1,8 +1,8 @@
-"""Two real models against transformers in fp32 on the same (dequantized) weights.
+"""Real models against transformers in fp32 on the same (dequantized) weights.
 
-tests/golden/{smollm2,gemma3}_hf_fp32.json: greedy ids, their margins, and the ten likeliest tokens after each prompt.
-tests/golden/{smollm2,gemma3}_nll_long.json: teacher-forced negative log-likelihood at every position of a long prompt;
-it passes Gemma's window of 512 and the border of three KV tiles.
+tests/golden/*_hf_fp32.json: greedy ids, their margins, and the ten likeliest tokens after each prompt.
+tests/golden/*_nll_long.json: teacher-forced negative log-likelihood at every position of a long prompt; it passes
+Gemma's window of 512 and the border of three KV tiles.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from edge_transformer import LLM
-from paths import REPOSITORY, gemma3_path, smollm2_path
+from paths import REPOSITORY, gemma3_path, hybrid_gguf_path, hybrid_path, smollm2_path
 
 pytestmark = pytest.mark.real_model
 
@@ -24,7 +24,12 @@ TOP10_LOGPROB_BOUND = 1e-4
 NLL_BOUND = 1e-3
 BF16_KV_MEAN_KL_BOUND = 5e-5
 
-MODELS = {"smollm2": smollm2_path, "gemma3": gemma3_path}
+MODELS = {
+    "smollm2": smollm2_path,
+    "gemma3": gemma3_path,
+    "hybrid24m": hybrid_path,
+    "hybrid24m_q8_0": hybrid_gguf_path,
+}
 
 
 @dataclass
