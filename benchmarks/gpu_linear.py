@@ -1,5 +1,7 @@
 """Speed and accuracy of the products with weights on a GPU.
 
+    python benchmarks/gpu_linear.py table           a short table of all, less than 90 seconds
+    python benchmarks/gpu_linear.py tiles           GEMM: every tile, beside the one that is chosen
     python benchmarks/gpu_linear.py gemv            GB/s of the GEMV per format, beside the copy ceiling
     python benchmarks/gpu_linear.py gemm            useful TFLOP/s of the GEMM per format (2 * rows * cols * tokens)
     python benchmarks/gpu_linear.py error           largest error over the largest |y|, against fp64
@@ -44,6 +46,7 @@ class Bench:
         self.rng = np.random.default_rng(1)
         self.staging = self.gpu.allocate_host(BLOCK_BYTES, "staging")
         self.kept: list[Memory] = []
+        self.blocks: dict[WeightFormat, npt.NDArray[np.uint8]] = {}
 
     def empty(self, nbytes: int, what: str) -> int:
         memory = self.gpu.allocate(nbytes, what)
@@ -69,7 +72,8 @@ class Bench:
         return array_at(self.staging.address, tensor.shape, np.float32).copy()
 
     def tensor(self, rows: int, cols: int) -> Tensor:
-        values = self.rng.standard_normal((rows, cols), dtype=np.float32)
+        values = self.rng.standard_normal(min(rows * cols, BLOCK_BYTES // 4), dtype=np.float32)
+        values = np.resize(values, (rows, cols))
         return Tensor(self.put(values, "x"), (rows, cols), DType.F32, None)
 
     def output(self, rows: int, cols: int) -> Tensor:
@@ -83,13 +87,23 @@ class Bench:
         """Random weight made on the device by repeating a block: for speed only."""
         layout = packed_layout(weight_format, rows, cols)
         address = self.empty(layout.nbytes, f"{weight_format} weight")
-        bits = random_bytes(weight_format, min(BLOCK_BYTES, layout.nbytes), self.rng)
+        if weight_format not in self.blocks:
+            self.blocks[weight_format] = random_bytes(weight_format, BLOCK_BYTES, self.rng)
+        bits = self.blocks[weight_format][: min(BLOCK_BYTES, layout.nbytes)]
         array_at(self.staging.address, bits.shape, np.uint8)[:] = bits
         for start in range(0, layout.nbytes, len(bits)):
             size = min(len(bits), layout.nbytes - start)
             self.gpu.copy(address + start, self.staging.address, size, self.stream)
         self.gpu.synchronize()
         return Weight(layout, address, None)
+
+    def products(self, fast_prefill: bool = False, rows: int = 0, cols: int = 0) -> LinearOps:
+        """With workspace for `rows` prompt rows of `cols` columns."""
+        ops = LinearOps(self.gpu, fast_prefill)
+        nbytes = linear.gemm_workspace_bytes(rows, cols, self.gpu.properties.capability, fast_prefill)
+        if nbytes:
+            ops.reserve(self.empty(nbytes, "workspace"), nbytes)
+        return ops
 
     def true_weight(self, weight_format: WeightFormat, rows: int, cols: int) -> tuple[Weight, npt.NDArray[np.float32]]:
         """Random weight, and its values."""
@@ -104,7 +118,7 @@ class Bench:
         host = Weight(layout, memory.ctypes.data + start, memory)
         return Weight(layout, self.put(memory[start : start + layout.nbytes], "weight"), None), dequantize(host)
 
-    def seconds(self, launch: Callable[[], None], repeats: int) -> float:
+    def seconds(self, launch: Callable[[], None], repeats: int, rounds: int = ROUNDS) -> float:
         """Median seconds of what `launch` queues, from a graph that holds it once."""
         launch()
         self.gpu.synchronize()
@@ -113,7 +127,7 @@ class Bench:
         graph = self.gpu.end_capture(self.stream)
         begin, end = self.gpu.event(timing=True), self.gpu.event(timing=True)
         times = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             self.gpu.record(begin, self.stream)
             for _ in range(repeats):
                 graph.launch(self.stream)
@@ -222,7 +236,7 @@ def gemm(bench: Bench, formats: Sequence[WeightFormat], tokens: int) -> None:
 
 def gemm_speed(bench: Bench, weights: list[Weight], x: Tensor, out: Tensor, live: LaunchRows, fast: bool) -> float:
     """Seconds of one product."""
-    ops = LinearOps(bench.gpu, fast_prefill=fast)
+    ops = bench.products(fast, *x.shape)
 
     def launch() -> None:
         for weight in weights:
@@ -240,9 +254,90 @@ def error(bench: Bench, formats: Sequence[WeightFormat]) -> None:
             exact = bench.get(x).astype(np.float64) @ values.astype(np.float64).T
             figures = ""
             for fast, live in ((False, bench.rows(64, 0)), (True, bench.rows(64, 0)), (False, bench.rows(0, 64))):
-                LinearOps(bench.gpu, fast_prefill=fast).linear_group([weight], [None], x, [out], live, bench.stream)
+                bench.products(fast, 64, cols).linear_group([weight], [None], x, [out], live, bench.stream)
                 figures += f"{np.abs(bench.get(out) - exact).max() / np.abs(exact).max():10.1e}"
             print(f"{weight_format.value:6s} {cols:6d}: GEMM, --fast-prefill, GEMV:{figures}")
+            bench.free()
+
+
+# Layers of a 1.04 B and of an 8 B Llama shape and of a 9 B hybrid: rows, columns, gated (gate and up, rows each).
+TABLE_SHAPES = (
+    (1536, 1536, False),
+    (4608, 1536, True),
+    (1536, 4608, False),
+    (4096, 4096, False),
+    (14336, 4096, True),
+    (4096, 14336, False),
+    (12288, 4096, False),
+)
+TABLE_TOKENS = (512, 2048)
+TABLE_WEIGHTS = 192 << 20  # bytes of different weights in a launch: three times the L2 cache
+
+
+def table(bench: Bench, formats: Sequence[WeightFormat]) -> None:
+    """GB/s of the GEMV for 1 and 8 rows, TFLOP/s of the GEMM with three terms and one; then errors."""
+    bench.gpu.prepare(linear.all_sources(formats, bench.gpu.properties.capability))
+    columns = "".join(f"{f'{tokens} x3':>9s}{f'{tokens} x1':>9s}" for tokens in TABLE_TOKENS)
+    print(
+        f"GB/s of the GEMV for 1 and 8 rows; TFLOP/s of the GEMM by prompt rows and terms\n{'':28s}    1    8{columns}"
+    )
+    for weight_format in formats:
+        for rows, cols, gated in TABLE_SHAPES:
+            if cols % FORMATS[weight_format].block_cols == 0:
+                table_line(bench, weight_format, rows, cols, gated)
+    error(bench, formats)
+
+
+def table_line(bench: Bench, weight_format: WeightFormat, rows: int, cols: int, gated: bool) -> None:
+    matrices = 2 if gated else 1
+    nbytes = weight_bytes(packed_layout(weight_format, rows, cols)) * matrices
+    count = max(1, min(24, TABLE_WEIGHTS // nbytes))
+    weights = [[bench.weight(weight_format, rows, cols) for _ in range(matrices)] for _ in range(count)]
+    most = max(TABLE_TOKENS)
+    x, out = bench.tensor(most, cols), bench.output(most, rows)
+
+    def seconds(ops: LinearOps, live: LaunchRows, launches: int) -> float:
+        def launch() -> None:
+            for of_launch in weights[:launches]:
+                if gated:
+                    ops.gated_mlp(*of_launch, None, None, "silu", x, out, live, bench.stream)
+                else:
+                    ops.linear_group(of_launch, [None], x, [out], live, bench.stream)
+
+        return bench.seconds(launch, 1, rounds=3) / min(launches, count)
+
+    line = f"{weight_format.value:8s}{rows:6d} x {cols:5d}{' gated' if gated else '':6s}"
+    decode = bench.products()
+    for batch in (1, 8):
+        line += f" {nbytes / seconds(decode, bench.rows(0, batch), count) / 1e9:4.0f}"
+    for tokens in TABLE_TOKENS:
+        flops = 2.0 * rows * matrices * cols * tokens
+        launches = max(1, int(4e12 // flops))
+        for fast in (False, True):
+            took = seconds(bench.products(fast, tokens, cols), bench.rows(tokens, 0), launches)
+            line += f"{flops / took / 1e12:9.1f}"
+    print(line, flush=True)
+    bench.free()
+
+
+def tiles(bench: Bench, formats: Sequence[WeightFormat], tokens: int) -> None:
+    usual = linear.gemm_shape
+    for weight_format in formats:
+        for rows, cols in ((1536, 1536), (4608, 1536), (4096, 4096), (12288, 4096), (4096, 14336)):
+            weights = [bench.weight(weight_format, rows, cols) for _ in range(4)]
+            x, out, live = bench.tensor(tokens, cols), bench.output(tokens, rows), bench.rows(tokens, 0)
+            for fast in (False, True):
+                shapes = linear.gemm_shapes(weight_format, bench.gpu.properties.capability, 1 if fast else 3)
+                multiprocessors = bench.gpu.properties.multiprocessors
+                chosen = usual(shapes, [rows], tokens, False, multiprocessors)
+                figures = ""
+                for shape in shapes:
+                    linear.gemm_shape = lambda *_, shape=shape: shape
+                    speed = 2 * rows * cols * tokens / gemm_speed(bench, weights, x, out, live, fast) / 1e12
+                    mark = "*" if shape == chosen else " "
+                    figures += f"  {shape.tile_weights} x {shape.tile_x} x {shape.stages}{mark} {speed:6.1f}"
+                linear.gemm_shape = usual
+                print(f"{weight_format.value:6s} {rows:6d} x {cols:5d} x {tokens}, {1 if fast else 3} terms:{figures}")
             bench.free()
 
 
@@ -279,7 +374,7 @@ def layers(bench: Bench, weight_format: WeightFormat) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=["gemv", "gemm", "error", "layers", "sweep"])
+    parser.add_argument("what", nargs="+", choices=["table", "tiles", "gemv", "gemm", "error", "layers", "sweep"])
     parser.add_argument("--format", nargs="+", type=WeightFormat, default=list(WeightFormat))
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--plain", action="store_true", help="take the path of cards without tensor cores")
@@ -288,6 +383,8 @@ def main() -> None:
     print(bench.gpu.properties.name, bench.gpu.properties.capability)
     for what in options.what:
         {
+            "table": lambda: table(bench, options.format),
+            "tiles": lambda: tiles(bench, options.format, options.tokens),
             "gemv": lambda: gemv(bench, options.format),
             "gemm": lambda: gemm(bench, options.format, options.tokens),
             "error": lambda: error(bench, options.format),

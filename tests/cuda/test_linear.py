@@ -6,12 +6,15 @@ the outputs changes (EmulatedGpu, order "both").
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from cpu.made_weights import MadeWeight, make_weight
 from cuda.device_pass import F32, DevicePass
-from edge_transformer.cuda.linear import LinearOps, gemv_shape
+from edge_transformer.cuda import linear
+from edge_transformer.cuda.linear import LinearOps, gemm_workspace_bytes, gemv_shape
 from edge_transformer.formats.weight import FORMATS, Weight, WeightFormat, packed_layout
 from edge_transformer.ops.contracts import CONTRACTS
 from edge_transformer.ops.tensor import Tensor
@@ -29,6 +32,8 @@ class Ops:
         self.gpu = EmulatedGpu(int(np.random.default_rng().integers(1 << 30)), order="both", capability=capability)
         self.linear = LinearOps(self.gpu, fast_prefill)
         self.at = DevicePass(self.gpu)
+        nbytes = max(256, gemm_workspace_bytes(136, 3072, capability, fast_prefill))
+        self.linear.reserve(self.at.arrays.empty((nbytes,), np.uint8, "workspace"), nbytes)
 
     def product(self, weight: Weight, x: F32, prompt: int, spare: int = 0) -> F32:
         """x @ weight.T of a pass whose first `prompt` rows are prompt rows; launches for `spare` more rows."""
@@ -147,17 +152,69 @@ def test_more_weight_rows_than_blocks_take_at_once(weight_format: WeightFormat, 
             assert np.array_equal(got[:part], ops.product(weight, x, prompt=0)[:part])
 
 
-def test_fast_prefill_rounds_activations_to_bf16() -> None:
+FORMATS_OF_TILES = [WeightFormat.BF16, WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q5_K, WeightFormat.Q6_K]
+
+
+@pytest.mark.parametrize("fast_prefill", [False, True], ids=["three_terms", "one_term"])
+@pytest.mark.parametrize("weight_format", FORMATS_OF_TILES)
+def test_tiles_change_no_bit(weight_format: WeightFormat, fast_prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles and large ones, more and fewer stages, and matrices in one launch or each in its own."""
+    ops, rng = Ops((9, 0), fast_prefill), np.random.default_rng()
+    cols = {1: 216, 32: 160, 256: 256}[FORMATS[weight_format].block_cols]
+    sizes, tokens = (133, 5, 20), 131
+    made = [make_weight(weight_format, size, cols, rng) for size in sizes]
+    weights = [ops.at.weight(one.weight) for one in made]
+    x = random(tokens, cols)
+    shapes = linear.gemm_shapes(weight_format, (9, 0), 1 if fast_prefill else 3)
+    assert len(shapes) == (1 if weight_format is WeightFormat.Q6_K and not fast_prefill else 2)
+    results = []
+    for shape in (*shapes, replace(shapes[0], stages=2)):
+        monkeypatch.setattr(linear, "gemm_shape", lambda *_, shape=shape: shape)
+        outs = [ops.at.output((tokens, size)) for size in sizes]
+        rows, device_x = ops.at.rows(tokens, tokens), ops.at.tensor(x)
+        ops.linear.linear_group(weights, [None] * 3, device_x, outs, rows, ops.at.stream)
+        results.append([ops.at.read(out) for out in outs])
+    results.append([ops.product(weight, x[:7], prompt=7) for weight in weights])
+    for one, first, *others in zip(made, *results, strict=True):
+        if not fast_prefill:
+            assert_close(first, one, x)
+        for other in others:
+            assert np.array_equal(other, first[: len(other)])
+
+
+def bf16(values: F32) -> F32:
+    bits = values.view(np.uint32)
+    return (bits + 0x7FFF + ((bits >> 16) & 1) & 0xFFFF0000).view(np.float32)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS_ALL)
+def test_fast_prefill_rounds_to_bf16(weight_format: WeightFormat) -> None:
+    """Activations, and the values of weights: each to half a bf16 ulp, sums with a minimum to one more."""
     ops, exact_ops, rng = Ops(fast_prefill=True), Ops(), np.random.default_rng()
-    made = make_weight(WeightFormat.Q8_0, 33, 256, rng)
+    made = make_weight(weight_format, 33, 256, rng)
     x = random(5, 256)
     got = ops.product(ops.at.weight(made.weight), x, prompt=5)
-    scale = np.abs(x @ made.values.T).max()
-    assert 1e-5 * scale < np.abs(got - x @ made.values.T).max() < 1e-2 * scale
-    rounded = (x.view(np.uint32) + 0x7FFF + ((x.view(np.uint32) >> 16) & 1) & 0xFFFF0000).view(np.float32)
-    assert_close(got, made, rounded)
+    exact = bf16(x).astype(np.float64) @ made.values.astype(np.float64).T
+    largest = np.abs(exact).max()
+    if weight_format is WeightFormat.BF16:
+        assert_close(got, made, bf16(x))
+    else:
+        assert 1e-5 * largest < np.abs(got - exact).max() < 1e-2 * largest
+    minimum_free = weight_format not in {WeightFormat.Q4_1, WeightFormat.Q5_1, WeightFormat.Q4_K, WeightFormat.Q5_K}
+    if minimum_free:
+        rounded = bf16(x).astype(np.float64) @ bf16(made.values).astype(np.float64).T
+        assert np.median(np.abs(got - rounded)) < 1e-6 * largest  # a value may round the other way
+        assert np.abs(got - rounded).max() < 1e-3 * largest
     decode = ops.product(ops.at.weight(made.weight), x, prompt=0)
     assert np.array_equal(decode, exact_ops.product(exact_ops.at.weight(made.weight), x, prompt=0))
+
+
+def test_prompt_rows_beyond_the_workspace_are_refused() -> None:
+    ops = Ops()
+    weight = ops.at.weight(make_weight(WeightFormat.BF16, 4, 8, np.random.default_rng()).weight)
+    ops.linear.reserve(0, 0)
+    with pytest.raises(ValueError, match="bytes of workspace"):
+        ops.product(weight, random(3, 8), prompt=3)
 
 
 @pytest.mark.parametrize("capability", PATHS)

@@ -31,7 +31,7 @@ from edge_transformer.cuda.delta import workspace_bytes as delta_workspace_bytes
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, DeviceBatch
 from edge_transformer.cuda.elementwise import ElementwiseOps
 from edge_transformer.cuda.launch_rows import LaunchRows
-from edge_transformer.cuda.linear import LinearOps
+from edge_transformer.cuda.linear import LinearOps, gemm_workspace_bytes
 from edge_transformer.cuda.runtime import Event, Gpu, Graph, Memory, Stream
 from edge_transformer.cuda.streamed_head import StreamedHead
 from edge_transformer.formats.weight import Weight, round_up
@@ -76,7 +76,8 @@ class CudaBackend:
 
     host: does what is computed on the CPU. kv_memory: (address, bytes) of the KV cache in the arena, None when it is in
     page-locked host memory and comes in runs through buffers of `kv_buffer_bytes`. state_memory: (address, bytes) of
-    the recurrent state in the arena, where the model has any. Used by one thread at a time.
+    the recurrent state in the arena, where the model has any. widest: the most columns of a layer's matrix. Used by one
+    thread at a time.
     """
 
     name = "cuda"
@@ -93,6 +94,7 @@ class CudaBackend:
         fast_prefill: bool = False,
         replayable: bool = False,
         state_memory: tuple[int, int] | None = None,
+        widest: int = 0,
     ) -> None:
         self._gpu = gpu
         self._replayable = replayable
@@ -105,6 +107,7 @@ class CudaBackend:
         self._capacity = capacity
         self._host = host
         self._fast = fast_prefill
+        self._widest = widest
         self._kv_memory = kv_memory
         self._state_memory = () if state_memory is None else (state_memory,)
         self._offload = None if kv_memory is not None else OffloadBuffers(gpu, arena, kv_buffer_bytes, compute)
@@ -117,24 +120,28 @@ class CudaBackend:
         self._batch: Batch | None = None
         self._rows = LaunchRows(0, 0, 0, 0)
         self._attentions: dict[int, tuple[AttentionShape, Attention]] = {}
-        self._attention_workspace = 0
+        self._op_workspace = 0
         self._deltas: dict[DeltaShape, GatedDelta] = {}
-        self._delta_workspace = 0
         self._staging: Memory | None = None
         self._embedded: Memory | None = None
         self._likeliest: Memory | None = None
 
     @staticmethod
     def workspace_bytes(
-        capacity: BatchCapacity, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
+        capacity: BatchCapacity,
+        shapes: Sequence[AttentionShape],
+        deltas: Sequence[DeltaShape],
+        widest: int,
+        capability: tuple[int, int],
+        fast_prefill: bool,
     ) -> int:
-        """Bytes of the arena that the backend itself takes: batch arrays, the states of attention, what the chunked
-        form of the gated delta rule makes. Raises UnsupportedModelError for a layer that there are no kernels for.
+        """Bytes of the arena that the backend itself takes: batch arrays, and what an op needs while it runs. `widest`:
+        the most columns of a layer's matrix. Raises UnsupportedModelError for a layer that there are no kernels for.
         """
         for shape in deltas:
             check_delta_shape(shape)
-        blocks = DeviceBatch.block_bytes(capacity), *_workspaces(capacity, shapes, deltas)
-        return sum(round_up(nbytes, 256) for nbytes in blocks)
+        op_bytes = _op_workspace(capacity, shapes, deltas, widest, capability, fast_prefill)
+        return round_up(DeviceBatch.block_bytes(capacity), 256) + round_up(op_bytes, 256)
 
     def prepare(
         self, weights: Iterable[Weight], shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
@@ -159,11 +166,11 @@ class CudaBackend:
     ) -> None:
         """Workspaces and kernels of the mixers, staging memory for `rows` rows of `cols` columns."""
         self._host.reserve(rows, cols, ())
-        attention_bytes, delta_bytes = _workspaces(self._capacity, shapes, deltas)
-        if attention_bytes:
-            self._attention_workspace = self._arena.take(attention_bytes, "attention states")
-        if delta_bytes:
-            self._delta_workspace = self._arena.take(delta_bytes, "pieces of gated-delta layers")
+        capability = self._gpu.properties.capability
+        op_bytes = _op_workspace(self._capacity, shapes, deltas, self._widest, capability, self._fast)
+        if op_bytes:
+            self._op_workspace = self._arena.take(op_bytes, "workspace of ops")
+        self._linear.reserve(self._op_workspace, op_bytes)
         for shape in shapes:
             self._attention(shape)
         for delta in deltas:
@@ -310,7 +317,7 @@ class CudaBackend:
             self._state_memory,
         )
         parameters = DeltaParameters(conv, decay, dt_bias, norm)
-        op, workspace = self._delta(shape), self._delta_workspace
+        op, workspace = self._delta(shape), self._op_workspace
         op.run(qkv, z, a, b, parameters, out, arrays, workspace, self._compute)
 
     def gated_mlp(
@@ -460,7 +467,7 @@ class CudaBackend:
         """Take the tiles of `kv` into the states of all rows of the pass."""
         device, op = self._device, self._attention(shape)
         arrays = PassArrays(device.positions, device.row_sequence, device.counts, device.query_blocks)
-        workspace = self._attention_workspace
+        workspace = self._op_workspace
         if device.query_block_count:
             op.prompt(q, out, arrays, device.query_block_count, kv, workspace, self._compute, begin, end)
         if device.decode_rows:
@@ -535,11 +542,19 @@ def _host_tensor(values: npt.NDArray[np.float32]) -> Tensor:
     return Tensor(values.ctypes.data, values.shape, DType.F32, values)
 
 
-def _workspaces(
-    capacity: BatchCapacity, shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape]
-) -> tuple[int, int]:
-    """Bytes of workspace of attention and of the gated delta rule; 0 where no layer needs it."""
-    return (
+def _op_workspace(
+    capacity: BatchCapacity,
+    shapes: Sequence[AttentionShape],
+    deltas: Sequence[DeltaShape],
+    widest: int,
+    capability: tuple[int, int],
+    fast_prefill: bool,
+) -> int:
+    """Bytes that attention, the gated delta rule or a product needs: they run one after another, and keep nothing there
+    from one call to the next.
+    """
+    return max(
+        gemm_workspace_bytes(capacity.rows, widest, capability, fast_prefill),
         max((workspace_bytes(shape, capacity.rows) for shape in shapes), default=0),
         max((delta_workspace_bytes(shape, capacity.rows, capacity.sequences) for shape in deltas), default=0),
     )

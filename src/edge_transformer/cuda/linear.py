@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -31,15 +31,22 @@ _KEPT_LAUNCHES = 8192
 _MANY_ROWS = 32  # weight rows for each multiprocessor from which a warp takes two at a time
 _GEMM_THREADS = 256
 _MATRICES = 3  # a launch works on up to three matrices of one format
-_MMA_TILE = (64, 128)  # rows of x, rows of the weight
-_MMA_PITCH = 20  # words of shared memory for 32 columns of a row
-_FMA_TILE = (64, 64)
+_GEMM_GROUP = 32  # columns
+_TERM_ROWS, _TERM_GROUPS = 16, 8  # of a block of gemm_terms.cu
+_FMA_TILE = 64  # rows of x, and of the weight
+_MOST_STAGES = 4
+_SMALL_TILE = 64  # rows of x, and of the weight
+_KEPT_SHARED = 1 << 10  # static shared memory of a block, and what the driver keeps
+_SMALL_TILE_COST = 0.35  # time of a small tile, two of which share a multiprocessor, beside a large one's
 _TENSOR_CORES = (8, 0)
 _DECODE_KIND, _LOGIT_KIND, _ALL_KIND = 1, 2, 3  # rows.cuh
 _STORE, _ADD, _GATE, _SOFTCAP = range(4)  # linear.cuh
 _NO_MATRIX: tuple[Argument, ...] = (0, np.int64(0), np.int64(0), np.int64(0), 0, 0, np.int32(0))
 _MINIMUMS = {WeightFormat.Q4_1, WeightFormat.Q5_1, WeightFormat.Q4_K, WeightFormat.Q5_K}
 _FLOAT_BYTES = {WeightFormat.F32: 4, WeightFormat.F16: 2, WeightFormat.BF16: 2}
+# Three terms of these take too many registers for large tiles, or for two small ones on a multiprocessor.
+_SMALL_TILES_ONLY = {WeightFormat.F32, WeightFormat.F16, WeightFormat.Q6_K}
+_SMALL_TILES_ALONE = {WeightFormat.F32, WeightFormat.Q5_0, WeightFormat.Q5_1, WeightFormat.Q5_K}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +109,79 @@ def _gemv_sources(weight_format: WeightFormat, capability: tuple[int, int], tail
     return list(dict.fromkeys(sources))
 
 
-def gemm_source(
-    weight_format: WeightFormat, capability: tuple[int, int], terms: int, gated: bool = False
-) -> KernelSource:
-    """The GEMM for a GPU. terms: bf16 terms of an activation, 3 or 1; without tensor cores there are none, and gate and
-    up are two launches.
+@dataclass(frozen=True, slots=True)
+class GemmShape:
+    """How the tensor-core GEMM is cut; no result depends on it. tile_weights, tile_x: rows of a block; stages: of 64
+    columns in shared memory; blocks: that share a multiprocessor.
     """
-    if capability < _TENSOR_CORES:
-        return KernelSource("gemm.cu", "gemm", _GEMM_THREADS, (("ETE_FORMAT", weight_format.value),))
+
+    tile_weights: int
+    tile_x: int
+    stages: int
+    blocks: int
+
+
+def gemm_shapes(weight_format: WeightFormat, capability: tuple[int, int], terms: int) -> tuple[GemmShape, ...]:
+    """The shapes for a GPU, the one of large tiles (where there is one) before the one of small tiles."""
+    available = _SHARED_BYTES[capability[0] * 10 + capability[1]]
+    alone = terms == 3 and weight_format in _SMALL_TILES_ALONE
+    tiles = [(_SMALL_TILE, _SMALL_TILE, 1 if alone else 2)]
+    if terms == 1:
+        tiles.insert(0, (128, 128, 1))
+    elif weight_format not in _SMALL_TILES_ONLY:
+        tiles.insert(0, (96, 128, 1))
+    shapes = []
+    for tile_weights, tile_x, most_blocks in tiles:
+        cuts = [(blocks, stages) for blocks in range(most_blocks, 0, -1) for stages in range(_MOST_STAGES, 1, -1)]
+        candidates = (GemmShape(tile_weights, tile_x, stages, blocks) for blocks, stages in cuts)
+        fitting = (
+            shape
+            for shape in candidates
+            if shape.blocks * (_gemm_shared_bytes(weight_format, terms, shape) + _KEPT_SHARED) <= available
+        )
+        shapes += list(islice(fitting, 1))
+    return tuple(shapes)
+
+
+def gemm_source(weight_format: WeightFormat, terms: int, shape: GemmShape) -> KernelSource:
+    """The GEMM on tensor cores. terms: bf16 terms of an activation, 3 or 1."""
     defines: tuple[tuple[str, str], ...] = (
         ("ETE_FORMAT", weight_format.value),
         ("ETE_TERMS", str(terms)),
-        ("ETE_GATED", str(int(gated))),
+        ("ETE_TILE_WEIGHTS", str(shape.tile_weights)),
+        ("ETE_TILE_X", str(shape.tile_x)),
+        ("ETE_STAGES", str(shape.stages)),
     )
-    if weight_format in {*_MINIMUMS, WeightFormat.Q6_K}:  # they spill a few registers to fit two blocks
-        defines += (("ETE_MIN_BLOCKS", "1"),)
-    return KernelSource("gemm_mma.cu", "gemm_mma", _GEMM_THREADS, defines)
+    if shape.tile_x == _SMALL_TILE:  # for large tiles such a bound makes the compiler use all registers, and more
+        defines += (("ETE_MIN_BLOCKS", str(shape.blocks)),)
+    return KernelSource("gemm_mma.cu", "gemm_mma", _GEMM_THREADS, defines, early_start=True)
+
+
+def _terms_source(terms: int) -> KernelSource:
+    return KernelSource("gemm_terms.cu", "gemm_terms", _GEMM_THREADS, (("ETE_TERMS", str(terms)),), early_start=True)
+
+
+def _fma_source(weight_format: WeightFormat) -> KernelSource:
+    """The GEMM without tensor cores."""
+    return KernelSource("gemm.cu", "gemm", _GEMM_THREADS, (("ETE_FORMAT", weight_format.value),))
+
+
+def _gemm_sources(weight_format: WeightFormat, capability: tuple[int, int], terms: int) -> list[KernelSource]:
+    """Every kernel that prompt rows may need for weights of a format."""
+    if capability < _TENSOR_CORES:
+        return [_fma_source(weight_format)]
+    shapes = gemm_shapes(weight_format, capability, terms)
+    return [_terms_source(terms), *(gemm_source(weight_format, terms, shape) for shape in shapes)]
+
+
+def gemm_workspace_bytes(rows: int, cols: int, capability: tuple[int, int], fast_prefill: bool) -> int:
+    """Bytes of the activations of `rows` prompt rows, `cols` columns at most, as the GEMM takes them: bf16 terms, and a
+    sum for 32 columns.
+    """
+    if capability < _TENSOR_CORES:
+        return 0
+    terms = 1 if fast_prefill else 3
+    return -(-cols // _GEMM_GROUP) * round_up(rows, 8) * (2 * terms * _GEMM_GROUP + 4)
 
 
 def all_sources(formats: Iterable[WeightFormat], capability: tuple[int, int]) -> list[KernelSource]:
@@ -128,7 +192,7 @@ def all_sources(formats: Iterable[WeightFormat], capability: tuple[int, int]) ->
         for tail in tails:
             sources += _gemv_sources(weight_format, capability, tail)
         for terms in (3, 1):
-            sources += [gemm_source(weight_format, capability, terms, gated) for gated in (False, True)]
+            sources += _gemm_sources(weight_format, capability, terms)
     return list(dict.fromkeys(sources))
 
 
@@ -138,12 +202,19 @@ Matrices = Sequence[tuple[Weight, Tensor | None, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """What a launch is made of. `layouts` are kept so that their ids stay theirs."""
+    """What a launch is made of."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
     shared_bytes: int
     arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    """What a product is made of, in order. `layouts` are kept so that their ids stay theirs."""
+
+    launches: tuple[_Launch, ...]
     layouts: tuple[WeightLayout, ...]
 
 
@@ -153,14 +224,22 @@ class LinearOps:
     Launches are made once for the same addresses and shapes and kept, since making one costs Python ten times as much
     as finding it.
 
-    fast_prefill: activations of prompt rows are rounded to one bf16 term on tensor cores.
+    fast_prefill: on tensor cores, activations of prompt rows and the values of their weights are rounded to bf16.
     """
 
     def __init__(self, gpu: Gpu, fast_prefill: bool = False) -> None:
         self._gpu = gpu
         self._terms = 1 if fast_prefill else 3
         self._kernels: dict[KernelSource, Kernel] = {}
-        self._launches: dict[tuple[object, ...], _Launch] = {}
+        self._launches: dict[tuple[object, ...], _Launches] = {}
+        self._workspace = (0, 0)
+
+    def reserve(self, address: int, nbytes: int) -> None:
+        """Device memory for the activations of prompt rows (gemm_workspace_bytes), used only while a product runs.
+        `address` is a multiple of 256.
+        """
+        self._workspace = (address, nbytes)
+        self._launches.clear()
 
     def sources(self, formats_cols: Iterable[tuple[WeightFormat, int]]) -> list[KernelSource]:
         """All kernels that weights of these formats and column counts may need, to be compiled before a pass."""
@@ -168,7 +247,7 @@ class LinearOps:
         sources: list[KernelSource] = []
         for weight_format, tail in sorted({(known, _has_tail(known, cols)) for known, cols in formats_cols}):
             sources += _gemv_sources(weight_format, capability, tail)
-            sources += [gemm_source(weight_format, capability, self._terms, gated) for gated in (False, True)]
+            sources += _gemm_sources(weight_format, capability, self._terms)
         return list(dict.fromkeys(sources))
 
     def linear_group(
@@ -215,7 +294,7 @@ class LinearOps:
         matrices = [(gate, gate_bias, out), (up, up_bias, out)]
         in_two = LaunchRows(rows.prompt, 0 if together else rows.decode, 0, rows.counts)
         if together and rows.prompt and self._gpu.properties.capability >= _TENSOR_CORES:
-            self._queue(self._gemm, matrices, x, (rows.prompt, rows.counts, _STORE, number, True), stream)
+            self._queue(self._gemm_mma, matrices, x, (rows.prompt, rows.counts, _STORE, number, True), stream)
             in_two = LaunchRows(0, 0, 0, rows.counts)
         if together and rows.decode:
             facts = rows.decode, _decode_kind(rows), rows.counts, _STORE, number, 1.0, 0, True
@@ -250,45 +329,83 @@ class LinearOps:
     ) -> None:
         """One launch for the prompt rows and one for the decode rows."""
         if rows.prompt:
-            self._queue(self._gemm, matrices, x, (rows.prompt, rows.counts, epilogue, activation, False), stream)
+            facts_of_prompt = rows.prompt, rows.counts, epilogue, activation
+            if self._gpu.properties.capability >= _TENSOR_CORES:
+                self._queue(self._gemm_mma, matrices, x, (*facts_of_prompt, False), stream)
+            else:
+                self._queue(self._gemm_fma, matrices, x, facts_of_prompt, stream)
         if rows.decode:
             facts = rows.decode, _decode_kind(rows), rows.counts, epilogue, activation, 1.0, 0, False
             self._queue(self._gemv, matrices, x, facts, stream)
 
     def _queue(
-        self, make: Callable[..., _Launch], matrices: Matrices, x: Tensor, facts: tuple[object, ...], stream: Stream
+        self,
+        make: Callable[..., tuple[_Launch, ...]],
+        matrices: Matrices,
+        x: Tensor,
+        facts: tuple[object, ...],
+        stream: Stream,
     ) -> None:
         """Queue what `make` makes of matrices, x and facts, or what it made of them before."""
         key: tuple[object, ...] = make.__name__, x.address, x.shape, facts
         for weight, bias, out in matrices:
             key += weight.address, id(weight.layout), None if bias is None else bias.address, out.address, out.shape
-        launch = self._launches.get(key)
-        if launch is None:
+        known = self._launches.get(key)
+        if known is None:
             if len(self._launches) >= _KEPT_LAUNCHES:
                 self._launches.clear()
-            launch = self._launches[key] = make(matrices, x, *facts)
-        self._gpu.launch(launch.kernel, launch.grid, launch.shared_bytes, stream, launch.arguments)
+            layouts = tuple(weight.layout for weight, _, _ in matrices)
+            known = self._launches[key] = _Launches(make(matrices, x, *facts), layouts)
+        for launch in known.launches:
+            self._gpu.launch(launch.kernel, launch.grid, launch.shared_bytes, stream, launch.arguments)
 
-    def _gemm(
+    def _gemm_mma(
         self, matrices: Matrices, x: Tensor, rows: int, counts: int, epilogue: int, activation: int, gated: bool
-    ) -> _Launch:
+    ) -> tuple[_Launch, ...]:
+        """The activations' terms, then the products on tensor cores."""
         layout = matrices[0][0].layout
-        capability = self._gpu.properties.capability
-        x_rows, weight_rows, shared_bytes = *_FMA_TILE, 0
-        if capability >= _TENSOR_CORES:
-            x_rows, weight_rows = _MMA_TILE
-            shared_bytes = _mma_shared_bytes(layout.format, self._terms)
+        properties = self._gpu.properties
         arguments = _matrix_arguments(matrices, x, rows)
-        tiles = sum(-(-weight.layout.rows // weight_rows) for weight, _, _ in matrices)
-        if gated:  # half a tile of each
-            tiles = -(-layout.rows // (weight_rows // 2))
-        return _Launch(
-            self._kernel(gemm_source(layout.format, capability, self._terms, gated)),
-            (-(-rows // x_rows), tiles, 1),
-            shared_bytes,
-            (x.address, counts, np.int32(layout.cols), np.int32(epilogue), np.int32(activation), *arguments),
-            tuple(weight.layout for weight, _, _ in matrices),
+        address, available = self._workspace
+        needed = gemm_workspace_bytes(rows, layout.cols, properties.capability, self._terms == 1)
+        if needed > available:
+            raise ValueError(
+                f"a product of {rows} prompt rows needs {needed} bytes of workspace; {available} are reserved"
+            )
+        pitch, groups = round_up(rows, 8), -(-layout.cols // _GEMM_GROUP)
+        sums = address + groups * pitch * 2 * self._terms * _GEMM_GROUP
+        cols, coded = np.int32(layout.cols), np.int32(layout.format is not WeightFormat.BF16)
+        terms = _Launch(
+            self._kernel(_terms_source(self._terms)),
+            (-(-groups // _TERM_GROUPS), -(-rows // _TERM_ROWS), 1),
+            0,
+            (x.address, counts, address, sums, cols, np.int32(pitch), coded),
         )
+        tiled = [weight.layout.rows for weight, _, _ in (matrices[:1] if gated else matrices)]
+        shapes = gemm_shapes(layout.format, properties.capability, self._terms)
+        shape = gemm_shape(shapes, tiled, rows, gated, properties.multiprocessors)
+        numbers = pitch, layout.cols, epilogue, activation, int(gated)
+        products = _Launch(
+            self._kernel(gemm_source(layout.format, self._terms, shape)),
+            _gemm_grid(shape, tiled, rows, gated),
+            _gemm_shared_bytes(layout.format, self._terms, shape),
+            (address, sums, counts, *map(np.int32, numbers), *arguments),
+        )
+        return terms, products
+
+    def _gemm_fma(
+        self, matrices: Matrices, x: Tensor, rows: int, counts: int, epilogue: int, activation: int
+    ) -> tuple[_Launch, ...]:
+        layout = matrices[0][0].layout
+        tiles = sum(-(-weight.layout.rows // _FMA_TILE) for weight, _, _ in matrices)
+        numbers = layout.cols, epilogue, activation
+        launch = _Launch(
+            self._kernel(_fma_source(layout.format)),
+            (-(-rows // _FMA_TILE), tiles, 1),
+            0,
+            (x.address, counts, *map(np.int32, numbers), *_matrix_arguments(matrices, x, rows)),
+        )
+        return (launch,)
 
     def _gemv(
         self,
@@ -302,7 +419,7 @@ class LinearOps:
         softcap: float,
         out_pitch: int,
         gated: bool,
-    ) -> _Launch:
+    ) -> tuple[_Launch, ...]:
         layout = matrices[0][0].layout
         batch = next((size for size in GEMV_BATCHES if size >= rows), GEMV_BATCHES[-1])
         properties = self._gpu.properties
@@ -315,13 +432,13 @@ class LinearOps:
         tiles = sum(-(-size // shape.tile_rows) for size in tiled)
         blocks = properties.multiprocessors * (_THREADS_OF_MULTIPROCESSOR // shape.threads)
         numbers = row_kind, rows, layout.cols, epilogue, activation
-        return _Launch(
+        launch = _Launch(
             self._kernel(source),
             (min(tiles, blocks), -(-rows // GEMV_BATCHES[-1]), 1),
             _gemv_shared_bytes(layout.format, shape.chunk, batch, layout.cols),
             (x.address, counts, *map(np.int32, numbers), np.float32(softcap), np.int32(out_pitch), *arguments),
-            tuple(weight.layout for weight, _, _ in matrices),
         )
+        return (launch,)
 
     def _kernel(self, source: KernelSource) -> Kernel:
         kernel = self._kernels.get(source)
@@ -351,16 +468,40 @@ def _gemv_shared_bytes(weight_format: WeightFormat, chunk: int, batch: int, cols
     return batch * 4 * (numbers + numbers // 16)
 
 
-def _mma_shared_bytes(weight_format: WeightFormat, terms: int) -> int:
-    """Two stages of 32 columns (gemm_mma.cu)."""
-    x_rows, weight_rows = _MMA_TILE
-    weight_terms = 1 if terms == 1 else {WeightFormat.F32: 3, WeightFormat.F16: 2}.get(weight_format, 1)
-    words = (weight_terms * weight_rows + terms * x_rows) * _MMA_PITCH
-    if weight_format not in _FLOAT_BYTES:
-        words += weight_rows * (2 if weight_format is WeightFormat.Q6_K else 1)
-    if weight_format in _MINIMUMS:
-        words += weight_rows + x_rows
-    return 2 * 4 * words
+def gemm_shape(
+    shapes: Sequence[GemmShape], tiled: Sequence[int], rows: int, gated: bool, multiprocessors: int
+) -> GemmShape:
+    """The shape that is likely to be done first with matrices of these rows, and `rows` prompt rows."""
+    costs = []
+    for shape in shapes:
+        across, along, _ = _gemm_grid(shape, tiled, rows, gated)
+        waves = -(-across * along // (shape.blocks * multiprocessors))
+        costs.append(waves * (1.0 if shape.tile_x > _SMALL_TILE else shape.blocks * _SMALL_TILE_COST))
+    return shapes[costs.index(min(costs))]
+
+
+def _gemm_grid(shape: GemmShape, tiled: Sequence[int], rows: int, gated: bool) -> tuple[int, int, int]:
+    """tiled: rows of each matrix; gated: half a tile of each of two matrices."""
+    of_matrix = shape.tile_weights // 2 if gated else shape.tile_weights
+    return -(-rows // shape.tile_x), sum(-(-size // of_matrix) for size in tiled), 1
+
+
+def _gemm_shared_bytes(weight_format: WeightFormat, terms: int, shape: GemmShape) -> int:
+    """Stages and what is beside them, or the results of a tile (gemm_mma.cu)."""
+    spec = FORMATS[weight_format]
+    codes = 2 * _GEMM_GROUP * spec.planes[0].block_bytes // spec.planes[0].block_cols
+    minimums = weight_format in _MINIMUMS
+    planes = len(spec.planes) - 1
+    stage = shape.tile_weights * (codes + 16 * planes) + shape.tile_x * 2 * 2 * terms * _GEMM_GROUP
+    if terms == 3 and minimums:
+        stage += shape.tile_x * 2 * 4
+    words = 0
+    if planes:
+        scales = (2 if weight_format is WeightFormat.Q6_K else 1) + int(minimums)
+        high = sum(plane.block_bytes // 4 for plane in spec.planes if plane.name == "high")
+        words = scales * (2 if terms == 1 else 1) + high
+    beside = shape.tile_weights * (2 * 2 * 4 * words + 8 * (planes + 1))
+    return max(shape.stages * stage + beside, 4 * shape.tile_x * (shape.tile_weights + 4))
 
 
 def _matrix_arguments(matrices: Matrices, x: Tensor, rows: int) -> tuple[Argument, ...]:

@@ -109,6 +109,10 @@ def open_gpu_engine(
     buffer_bytes = max(LARGEST_RUN_BYTES // tile_bytes, 1) * tile_bytes
     state_bytes = sum(shape.block_bytes for shape in deltas)  # of a sequence
 
+    layers = [host_weights.layer(index) for index in range(config.num_layers)]
+    matrices = [weight for layer in layers for segment in layer.values() for weight in segment.values()]
+    widest = max(weight.layout.cols for weight in matrices)
+
     def sized(rows: int) -> tuple[BatchCapacity, Demand]:
         """What passes of up to `rows` rows need."""
         capacity = BatchCapacity(
@@ -127,7 +131,9 @@ def open_gpu_engine(
             vector_bytes=vector_bytes(host_weights),
             head_bytes=round_up(host_weights.head.layout.nbytes, 256),
             workspace_bytes=round_up(Engine.workspace_bytes_of(config, rows), 256)
-            + CudaBackend.workspace_bytes(capacity, shapes, deltas),
+            + CudaBackend.workspace_bytes(
+                capacity, shapes, deltas, widest, gpu.properties.capability, options.fast_prefill
+            ),
             kv_context_bytes=options.sequences
             * sum(_resident_tiles(g, options.context_length, rows) * g.tile_bytes for g in geometries),
             kv_buffer_bytes=buffer_bytes,
@@ -174,10 +180,18 @@ def open_gpu_engine(
             state_memory = ArenaStateMemory(gpu, compute, *states, state_bytes)
         replayable = all(plan.resident) and plan.kv is KvPlace.GPU and timeline is None
         backend = CudaBackend(
-            gpu, arena, compute, capacity, host, kv_memory, buffer_bytes, options.fast_prefill, replayable, states
+            gpu,
+            arena,
+            compute,
+            capacity,
+            host,
+            kv_memory,
+            buffer_bytes,
+            options.fast_prefill,
+            replayable,
+            states,
+            widest,
         )
-        layers = [host_weights.layer(index) for index in range(config.num_layers)]
-        matrices = [weight for layer in layers for segment in layer.values() for weight in segment.values()]
         backend.prepare([*matrices, host_weights.head], shapes, deltas)
         weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
         on_failure.callback(weights.close)
