@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from edge_transformer import LLM
+from edge_transformer.cli.conversation import Conversation
 from edge_transformer.engine.core import Engine
 from edge_transformer.engine.generation import Generation
 from engine.test_llm import VOCABULARY, write_chat_model
@@ -180,3 +181,21 @@ def test_ten_turns_of_a_real_model(name: str, kv_dtype: str) -> None:
             talk.rows = len(ids) + len(answer.ids) - 1  # without those of the comparison
             ids += answer.ids
     assert np.mean(divergences) <= BF16_KV_MEAN_KL_BOUND
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("name", ["demo", "hybrid"])
+def test_ten_turns_of_a_chat(name: str) -> None:
+    """Messages, which are rendered and tokenized anew in every turn, with the text of the answers so far."""
+    path = smollm2_path() if name == "demo" else hybrid_path()
+    with LLM(path, threads=2, context_length=4096) as llm:
+        conversation = Conversation(llm, max_tokens=40)
+        seen = 0
+        for turn in range(TURNS):
+            question = f"Question {turn}: what is {turn} plus {turn + 1}?"
+            messages, _, _ = conversation.open_turn(question)
+            answer = llm.generate(messages, max_tokens=30)
+            conversation.close_turn(question, answer)
+            last = 1 if turn else 0  # the last token of the answer before
+            assert answer.timings.processed_tokens == len(answer.prompt_ids) - seen + last
+            seen = len(answer.prompt_ids) + len(answer.ids)
