@@ -200,22 +200,38 @@ def gemv_speed(bench: Bench, weights: list[Weight], x: Tensor, out: Tensor, live
     return sum(weight_bytes(weight.layout) for weight in weights) / bench.seconds(launch, 2)
 
 
+SWEEP_SHAPES = ((1536, 1536), (4096, 4096), (28672, 4096), (4096, 14336))
+SWEEP_THREADS = ((1, 128), (1, 256), (8, 256), (8, 512))  # by rows of x
+SWEEP_ROWS_AHEAD = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
+
+
 def sweep(bench: Bench, formats: Sequence[WeightFormat]) -> None:
-    usual = linear.gemv_shape
+    usual, capability = linear.gemv_shape, bench.gpu.properties.capability
+
+    def shapes(weight_format: WeightFormat, batch: int, threads: int) -> list[linear.GemvShape]:
+        chunk = usual(weight_format, capability, batch, False, True).chunk
+        fitting = [(rows, ahead) for rows, ahead in SWEEP_ROWS_AHEAD if rows * ahead * batch <= 32]
+        return [linear.GemvShape(rows, ahead, threads, chunk) for rows, ahead in fitting]
+
+    bench.gpu.prepare(
+        [
+            linear.gemv_source(weight_format, shape, batch, False, False)
+            for weight_format in formats
+            for batch, threads in SWEEP_THREADS
+            for shape in shapes(weight_format, batch, threads)
+        ]
+    )
     for weight_format in formats:
-        for rows, cols in ((65536, 4096), (1536, 1536)):
+        for rows, cols in SWEEP_SHAPES:
             count = max(1, (512 << 20) // packed_layout(weight_format, rows, cols).nbytes)
             weights = [bench.weight(weight_format, rows, cols) for _ in range(min(count, 256))]
-            for batch, threads in ((1, 128), (1, 256), (4, 256), (8, 256), (8, 512)):
+            for batch, threads in SWEEP_THREADS:
                 x, out, live = bench.tensor(batch, cols), bench.output(batch, rows), bench.rows(0, batch)
-                chunk = usual(weight_format, bench.gpu.properties.capability, batch, False, True).chunk
                 figures = ""
-                for of_warp, ahead in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1)):
-                    if of_warp * ahead * batch > 32:
-                        continue
-                    shape = linear.GemvShape(of_warp, ahead, threads, chunk)
+                for shape in shapes(weight_format, batch, threads):
                     linear.gemv_shape = lambda *_, shape=shape: shape
-                    figures += f" {of_warp}x{ahead} {gemv_speed(bench, weights, x, out, live) / 1e9:5.0f},"
+                    speed = gemv_speed(bench, weights, x, out, live)
+                    figures += f" {shape.rows}x{shape.ahead} {speed / 1e9:5.0f},"
                 print(
                     f"{weight_format.value} {rows} x {cols} for {batch}, {threads} threads, rows x ahead:{figures[:-1]}"
                 )
@@ -312,7 +328,7 @@ def table_line(bench: Bench, weight_format: WeightFormat, rows: int, cols: int, 
         line += f" {nbytes / seconds(decode, bench.rows(0, batch), count) / 1e9:4.0f}"
     for tokens in TABLE_TOKENS:
         flops = 2.0 * rows * matrices * cols * tokens
-        launches = max(1, int(4e12 // flops))
+        launches = max(1, int(1.5e12 // flops))
         for fast in (False, True):
             took = seconds(bench.products(fast, tokens, cols), bench.rows(tokens, 0), launches)
             line += f"{flops / took / 1e12:9.1f}"
@@ -320,10 +336,13 @@ def table_line(bench: Bench, weight_format: WeightFormat, rows: int, cols: int, 
     bench.free()
 
 
+TILE_SHAPES = ((1536, 1536), (4608, 1536), (4096, 4096), (12288, 4096), (4096, 14336))
+
+
 def tiles(bench: Bench, formats: Sequence[WeightFormat], tokens: int) -> None:
     usual = linear.gemm_shape
     for weight_format in formats:
-        for rows, cols in ((1536, 1536), (4608, 1536), (4096, 4096), (12288, 4096), (4096, 14336)):
+        for rows, cols in TILE_SHAPES:
             weights = [bench.weight(weight_format, rows, cols) for _ in range(4)]
             x, out, live = bench.tensor(tokens, cols), bench.output(tokens, rows), bench.rows(tokens, 0)
             for fast in (False, True):
