@@ -279,3 +279,49 @@ def test_a_budget_below_one_state_keeps_the_newest() -> None:
     state.keep(128)
     assert list(state.checkpoints) == [128]
     state.close()
+
+
+@pytest.mark.parametrize("round_", range(4))
+def test_any_order_of_uses_leaves_the_state_of_the_tokens(engine: Engine, round_: int) -> None:
+    """Sequences that share passes, fork, go back, are given up in the middle and come back from the host: afterwards
+    each says what a fresh one says after the same tokens.
+    """
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    rng = np.random.default_rng(seed)
+    sequences = [engine.new_sequence() for _ in range(3)]
+    for step in range(60):
+        sequence = sequences[rng.integers(len(sequences))]
+        match rng.integers(8):
+            case 0 if len(sequence) < 1500:
+                engine.prefill(sequence, random_tokens(int(rng.integers(1, 400)), seed=step))
+            case 1 | 2:
+                mates = rng.permutation(len(sequences))[: rng.integers(1, 4)]
+                engine.step(
+                    [Chunk(sequences[mate], random_tokens(int(rng.integers(1, 9)), step), "decode") for mate in mates]
+                )
+            case 3:
+                sequence.truncate(int(rng.integers(0, len(sequence) + 1)))
+            case 4:
+                sequence.reuse(int(rng.integers(0, len(sequence) + 1)))
+            case 5:
+                old = sequences[0]
+                sequences[0] = sequence.fork()
+                if old is not sequence:
+                    old.close()
+            case 6:
+                asked = iter([False] * int(rng.integers(0, 3)))
+                chunk = Chunk(sequence, random_tokens(70, seed=step), "prompt")
+                assert engine.step([chunk], lambda asked=asked: next(asked, True)) is None  # type: ignore[misc]
+            case 7 if sequence.recurrent is not None:
+                sequence.recurrent.release()
+        sequences = list(dict.fromkeys(sequences))
+    for sequence in sequences:
+        fresh = engine.new_sequence()
+        if sequence.tokens:
+            engine.prefill(fresh, sequence.tokens)
+        expected, got = append(engine, fresh, [7], "decode"), append(engine, sequence, [7], "decode")
+        np.testing.assert_allclose(
+            got, expected, atol=2e-5 * max(1.0, float(np.abs(expected).max())), err_msg=f"{seed}"
+        )
+        fresh.close()
+        sequence.close()
