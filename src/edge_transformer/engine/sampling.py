@@ -21,8 +21,8 @@ SMALLEST_SETTING, LARGEST_SETTING = 1e-30, 1e30
 """Bounds of the settings that change logits: within them no logit overflows float32, whatever they are together."""
 
 
-SORTED_AT_FIRST = 256
-"""Tokens among which a draw is looked for first."""
+REACH = 12.0
+"""A draw is looked for first among tokens at least exp(-REACH) times as likely as the likeliest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ def sample(
 def _draw(logits: FloatArray, config: GenerationConfig, point: float) -> int:
     """The candidate at `point`, 0 to 1, of the candidates' probabilities laid end to end, the likeliest first.
 
-    Nearly always it is among the few likeliest: only those are sorted, and more only where it is not.
+    Nearly always it is among the likely ones: only those are sorted, and all of them where it is not.
     """
-    for size in (SORTED_AT_FIRST, 16 * SORTED_AT_FIRST, len(logits)):
-        tokens, probabilities, complete = _candidates(logits, config, size)
+    for reach in (REACH, math.inf) if config.temperature > SMALLEST_SETTING else (math.inf,):
+        tokens, probabilities, complete = _candidates(logits, config, reach)
         cumulative = np.cumsum(probabilities)
         target = point * cumulative[-1] if complete else point
         if complete or (target < cumulative[-1] and config.top_p == 1 and config.min_p == 0):
@@ -160,27 +160,32 @@ def truncated_distribution(
 
     The probabilities are those of the softmax over the top-k; they do not sum to 1 after top-p or min-p.
     """
-    tokens, probabilities, _ = _candidates(logits, config, len(logits))
+    tokens, probabilities, _ = _candidates(logits, config, math.inf)
     return tokens, probabilities
 
 
 def _candidates(
-    logits: FloatArray, config: GenerationConfig, size: int
+    logits: FloatArray, config: GenerationConfig, reach: float
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], bool]:
-    """What `truncated_distribution` gives, or its first `size` entries or a few more, and whether that is all of it."""
-    if config.top_k > 0:
-        size = min(config.top_k, len(logits))
-    tokens = _likeliest(logits, size)
-    peak = float(logits[tokens[0]])
+    """What `truncated_distribution` gives, or its beginning: the tokens at least exp(-reach) times as likely as the
+    likeliest; and whether that is all of it.
+    """
+    peak = float(logits.max())
     # Differences to the peak: a temperature near 0 then overflows to minus infinity only, which has probability 0.
     with np.errstate(over="ignore"):
-        scaled = (logits[tokens].astype(np.float64) - peak) / config.temperature
+        least = np.float32(peak - reach * config.temperature)
+        tokens = np.flatnonzero(logits >= least) if reach < math.inf else np.arange(len(logits))
         if config.top_k > 0:
-            tokens, scaled = tokens[: config.top_k], scaled[: config.top_k]
-            total = np.exp(scaled).sum()
-        else:
-            total = np.exp((logits.astype(np.float64) - peak) / config.temperature).sum()
-    probabilities = np.exp(scaled) / total
+            tokens = _largest(logits, tokens if len(tokens) >= config.top_k else np.arange(len(logits)), config.top_k)
+        tokens = tokens[np.argsort(-logits[tokens], kind="stable")]
+        if config.top_k > 0:
+            tokens = tokens[: config.top_k]
+        weights = np.exp((logits[tokens].astype(np.float64) - peak) / config.temperature)
+        total = weights.sum()
+        if config.top_k == 0 and len(tokens) < len(logits):
+            every = np.exp((logits - np.float32(peak)) / np.float32(config.temperature))
+            total += every.sum(dtype=np.float64) - every[tokens].sum(dtype=np.float64)  # a small rest: float32 will do
+    probabilities = weights / total
     keep = len(tokens)
     if config.top_p < 1:
         # The smallest set whose probability reaches top_p: every token before which less than top_p has been gathered.
@@ -193,14 +198,13 @@ def _candidates(
     return tokens[:keep], probabilities[:keep], complete
 
 
-def _likeliest(logits: FloatArray, size: int) -> npt.NDArray[np.int64]:
-    """Ids of the `size` largest logits and of those equal to the last of them; largest first, of equals lower ids."""
-    if size < len(logits):
-        threshold = np.partition(logits, -size)[-size]
-        tokens = np.flatnonzero(logits >= threshold)
-    else:
-        tokens = np.arange(len(logits))
-    return tokens[np.argsort(-logits[tokens], kind="stable")]
+def _largest(logits: FloatArray, tokens: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Of `tokens` those with the `count` largest logits, and those equal to the last of these."""
+    if len(tokens) <= count:
+        return tokens
+    values = logits[tokens]
+    threshold = np.partition(values, -count)[-count]
+    return np.extract(values >= threshold, tokens)
 
 
 def token_logprobs(logits: FloatArray, token: int, alternatives: int) -> TokenLogprobs:
