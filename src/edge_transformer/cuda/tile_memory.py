@@ -89,6 +89,11 @@ class ArenaTileMemory(ArenaSlots):
         super().__init__(gpu, stream, address, nbytes, tile_bytes, full)
 
 
+RUN_GAP_BYTES = 256
+"""Left unused behind every run: a copy must not cross from one page-locked allocation into another, and tiles that lie
+one behind the other are copied at once."""
+
+
 class LockedTileMemory:
     """Tiles in page-locked host memory: kernels append to them over the bus, copies bring runs of them to the GPU."""
 
@@ -99,7 +104,7 @@ class LockedTileMemory:
         self._stream = stream
 
     def allocate(self, nbytes: int) -> Memory:
-        return self._gpu.allocate_host(nbytes, "KV tiles on the host")
+        return self._gpu.allocate_host(nbytes + RUN_GAP_BYTES, "KV tiles on the host")
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         self._gpu.synchronize(self._stream)  # kernels may still be appending to the source
