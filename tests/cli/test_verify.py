@@ -16,11 +16,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from edge_transformer import LLM
 from edge_transformer.cli.main import ete
 from edge_transformer.cpu.backend import CpuBackend
+from edge_transformer.cuda import driver
 from edge_transformer.hub.progress import silent
 from edge_transformer.ops.batch import Batch
 from edge_transformer.verify import material
 from edge_transformer.verify.chain import find_links, run_link
 from edge_transformer.verify.link import Outcome, Status
+from emulator import EmulatedGpu
 from tiny.models import MODELS, TinyModel
 from tiny.weights import make_weights
 from tiny.write import write_hf
@@ -128,7 +130,48 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("link", FAULTS)
-def test_a_fault_is_found_by_its_link(folder: Path, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_cpu_is_found_by_its_link(folder: Path, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_norms(monkeypatch, CpuBackend, FAULTS[link])
     found = outcomes(model_path(folder, "llama"), lambda name: name == link)
     assert found[link].status is Status.MISSED, found[link].text
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator as the GPU of this machine."""
+    monkeypatch.setattr(material, "QUICK_TOKENS", (40, 70))
+    monkeypatch.setattr(
+        driver, "CudaGpu", lambda ordinal, forced=None, **_: EmulatedGpu(0, capability=forced or (8, 0))
+    )
+
+
+GPU_BITS = (
+    "GPU, all streamed",
+    "GPU, one layer resident, three slots",
+    "GPU, KV cache on the host",
+    "GPU, lm_head streamed",
+    "GPU, all on the host",
+    "GPU, chunks of 64",
+    "GPU, chunks of 128",
+    "GPU, several decode rows in a pass",
+    "GPU, sequences together",
+    "GPU, state forked, saved and loaded",
+)
+GPU_ROUNDING = (
+    "GPU, all resident",
+    "GPU, lm_head on the CPU",
+    "GPU, token by token",
+    "GPU, without tensor cores",
+    "GPU, bf16 KV cache",
+    "GPU, second call that goes on",
+    "GPU, second call that differs",
+)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_every_link_of_a_gpu_passes(folder: Path, name: str, gpu: None) -> None:
+    found = outcomes(model_path(folder, name), lambda link: link.startswith("GPU"))
+    assert set(found) == {*GPU_BITS, *GPU_ROUNDING}
+    for link, outcome in found.items():
+        assert outcome.status is Status.PASSED, f"{link}: {outcome.text}"
+    assert {found[link].figure for link in GPU_BITS} == {0.0}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 from edge_transformer.cpu.settings import cpu_settings
+from edge_transformer.engine.generation import Generation
 from edge_transformer.engine.llm import LLM
-from edge_transformer.errors import EdgeTransformerError, GpuError, UsageError
+from edge_transformer.errors import CapacityError, EdgeTransformerError, GpuError, UsageError
 from edge_transformer.hub.progress import Progress
-from edge_transformer.verify.conversation import ConversationLinks
+from edge_transformer.memory import available_memory
+from edge_transformer.verify.conversation import conversation_links, without_kept
 from edge_transformer.verify.cpu import CpuLinks
 from edge_transformer.verify.emulated import emulated_links
 from edge_transformer.verify.gpu import PLACEMENTS, Device, GpuLinks
@@ -19,6 +22,9 @@ from edge_transformer.verify.link import Link, Outcome, Status, not_run
 from edge_transformer.verify.live_transformers import transformers_link
 from edge_transformer.verify.material import Material, material
 from edge_transformer.verify.subject import Subject
+
+CONVERSATION_TOKENS = 4096
+"""Context on a GPU of the links that are conversations: the built-in text has at most half as many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,10 @@ def find_links(llm: LLM, threads: int | None, quick: bool, device: int = 0) -> l
     subject = Subject(llm.parts, cpu_settings(threads=threads).threads)
     given = material(llm.tokenizer, subject.spec, subject.parameters, quick)
     cpu = CpuLinks(subject, given)
-    links = [transformers_link(subject, given), *cpu.links(), *ConversationLinks(llm).links()]
+    links = [transformers_link(subject, given), *cpu.links()]
+    links += conversation_links("CPU", lambda _: nullcontext(llm), lambda prompt, _: without_kept(llm, prompt))
     links += emulated_links(subject, given, quick)
-    return links + list(_gpu_links(subject, given, cpu, device))
+    return links + list(_gpu_links(llm, subject, given, cpu, device))
 
 
 def run_link(link: Link, progress: Progress) -> Finding:
@@ -58,8 +65,9 @@ def run_link(link: Link, progress: Progress) -> Finding:
     return Finding(link.name, outcome, time.perf_counter() - started)
 
 
-def _gpu_links(subject: Subject, given: Material, cpu: CpuLinks, ordinal: int) -> Iterator[Link]:
+def _gpu_links(llm: LLM, subject: Subject, given: Material, cpu: CpuLinks, ordinal: int) -> Iterator[Link]:
     from edge_transformer.cuda import driver
+    from edge_transformer.engine.gpu import GpuSettings
 
     try:
         gpu = driver.CudaGpu(ordinal)
@@ -74,6 +82,28 @@ def _gpu_links(subject: Subject, given: Material, cpu: CpuLinks, ordinal: int) -
     links = GpuLinks(device, subject, given.prompts, cpu.records)
     yield from links.placements(PLACEMENTS)
     yield from links.ways(given.chunks)
+
+    def on_gpu(progress: Progress) -> LLM:
+        rearranged, available = llm.memory["weights_rearranged"], available_memory()
+        if rearranged > available:
+            raise CapacityError(
+                f"the weights take another {rearranged / 2**30:.1f} GiB, {available / 2**30:.1f} are free"
+            )
+        return LLM(
+            llm.path,
+            context_length=min(llm.context_length, CONVERSATION_TOKENS),
+            threads=subject.threads,
+            kv_dtype="f32",
+            backend="cuda",
+            gpu=GpuSettings(ordinal),
+            progress=progress,
+        )
+
+    def from_nothing(prompt: str, progress: Progress) -> Generation:
+        with on_gpu(progress) as fresh:
+            return without_kept(fresh, prompt)
+
+    yield from conversation_links("GPU", on_gpu, from_nothing)
 
 
 def summary(findings: list[Finding]) -> str:

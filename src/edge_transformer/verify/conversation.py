@@ -5,62 +5,83 @@ The second call's prompt goes on where the first one's answer ended. The third o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 
 from edge_transformer.engine.generation import Generation, Stream
 from edge_transformer.engine.llm import LLM
 from edge_transformer.engine.sampling import GenerationConfig
+from edge_transformer.errors import CapacityError
 from edge_transformer.hub.progress import Progress
-from edge_transformer.verify.link import Link, Outcome, judged
+from edge_transformer.verify.link import Link, Outcome, judged, not_run
 from edge_transformer.verify.material import TEXT
 from edge_transformer.verify.record import TOP10_BOUND
 
 CONFIG = GenerationConfig(max_tokens=6, ignore_eos=True, logprobs=10)
 
 
-class ConversationLinks:
-    """Links whose object is an LLM that has been called before."""
+Calls = Callable[[LLM], tuple[str, Generation]]
+"""Makes two calls; the second prompt and its answer."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
 
-    def links(self) -> Iterator[Link]:
-        yield Link("CPU, second call that goes on", self._goes_on)
-        yield Link("CPU, second call that differs", self._differs)
+def conversation_links(
+    name: str,
+    opened: Callable[[Progress], AbstractContextManager[LLM]],
+    from_nothing: Callable[[str, Progress], Generation],
+) -> Iterator[Link]:
+    """`name`: of the executor. `opened` gives the object that is called; `from_nothing` answers a prompt without any
+    call before it.
+    """
 
-    def _goes_on(self, progress: Progress) -> Outcome:
-        progress("the first call", 0, 3)
-        prompt = TEXT[: len(TEXT) // 2]
-        first = self._llm.generate(prompt, CONFIG, raw=True)
-        return self._compare(f"{prompt}{first.text} And then? {TEXT[-200:]}", progress)
+    def run(calls: Calls, bound: float, progress: Progress) -> Outcome:
+        try:
+            with opened(progress) as llm:
+                progress("two calls", 0, 2)
+                prompt, ours = calls(llm)
+            progress("the second one from nothing", 1, 2)
+            return _compared(from_nothing(prompt, progress), ours, bound)
+        except CapacityError as error:
+            return not_run(str(error))
 
-    def _differs(self, progress: Progress) -> Outcome:
-        progress("the first call", 0, 3)
-        self._llm.generate(TEXT, CONFIG, raw=True)
-        return self._compare(f"{TEXT[: len(TEXT) * 5 // 6]} But no: {TEXT[-100:]}", progress)
+    yield Link(f"{name}, second call that goes on", partial(run, _goes_on, TOP10_BOUND))
+    yield Link(f"{name}, second call that differs", partial(run, _differs, 0.0))
 
-    def _compare(self, prompt: str, progress: Progress) -> Outcome:
-        progress("the second call", 1, 3)
-        ours = self._llm.generate(prompt, CONFIG, raw=True)
-        progress("the same from nothing", 2, 3)
-        fresh = self._from_nothing(prompt)
-        error = largest_difference(fresh, ours)
-        kept = ours.timings.prompt_tokens - ours.timings.processed_tokens
-        text = (
-            f"top 10 {error:.1e} of {TOP10_BOUND:.0e} in {len(ours.ids)} tokens; "
-            f"{kept} of {ours.timings.prompt_tokens} prompt tokens were kept"
-        )
-        return judged(error < TOP10_BOUND, text, error, TOP10_BOUND)
 
-    def _from_nothing(self, prompt: str) -> Generation:
-        llm = self._llm
-        ids = llm.encode(prompt, raw=True)
-        sequence = llm.engine.new_sequence()
-        stream = Stream(llm.engine, llm.tokenizer, sequence, ids, llm.end_token_ids, CONFIG, llm.context_length)
-        with stream:
-            for _ in stream:
-                pass
-        return stream.result
+def without_kept(llm: LLM, prompt: str) -> Generation:
+    """The answer of a model's engine, without what its LLM has kept of earlier calls."""
+    ids = llm.encode(prompt, raw=True)
+    sequence = llm.engine.new_sequence()
+    stream = Stream(llm.engine, llm.tokenizer, sequence, ids, llm.end_token_ids, CONFIG, llm.context_length)
+    with stream:
+        for _ in stream:
+            pass
+    return stream.result
+
+
+def _goes_on(llm: LLM) -> tuple[str, Generation]:
+    """What was an answer is part of the second prompt: its state was made token by token."""
+    beginning = TEXT[: len(TEXT) // 2]
+    prompt = f"{beginning}{llm.generate(beginning, CONFIG, raw=True).text} And then? {TEXT[-200:]}"
+    return prompt, llm.generate(prompt, CONFIG, raw=True)
+
+
+def _differs(llm: LLM) -> tuple[str, Generation]:
+    """Both prompts have a beginning in common: what is kept of it has the bits of a prompt."""
+    llm.generate(TEXT, CONFIG, raw=True)
+    prompt = f"{TEXT[: len(TEXT) * 5 // 6]} But no: {TEXT[-100:]}"
+    return prompt, llm.generate(prompt, CONFIG, raw=True)
+
+
+def _compared(expected: Generation, got: Generation, bound: float) -> Outcome:
+    error = largest_difference(expected, got)
+    kept = got.timings.prompt_tokens - got.timings.processed_tokens
+    allowed = f" of {bound:.0e}" if bound else ", bit for bit" if error == 0 else ", where no bit may differ"
+    text = (
+        f"top 10 {error:.1e}{allowed}, in {len(got.ids)} tokens; "
+        f"{kept} of {got.timings.prompt_tokens} prompt tokens were kept"
+    )
+    return judged(error <= bound, text, error, bound)
 
 
 def largest_difference(expected: Generation, got: Generation) -> float:

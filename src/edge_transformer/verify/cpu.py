@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from edge_transformer.engine.core import Chunk
+from edge_transformer.engine.core import Chunk, Engine
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.errors import CapacityError
 from edge_transformer.hub.progress import Progress
@@ -25,6 +25,9 @@ DIVERGENCE_BOUND = 5e-5
 
 DEEP_ROWS = 16
 """Rows that numpy computes after the long prompt."""
+
+CONTINUED_ROWS = 41
+"""Rows that are computed from a state that was forked, or saved and loaded."""
 
 
 class CpuLinks:
@@ -107,29 +110,30 @@ class CpuLinks:
         return same_to_rounding(whole, single)
 
     def _saved(self, progress: Progress) -> Outcome:
-        """After half of a prompt: its fork, and what is loaded from the file of its state, go on as it does."""
-        tokens = self._material.long.tokens
-        half = len(tokens) // 2 // 64 * 64 or len(tokens) // 2
-        whole = [Record(tokens, self._subject.spec.config.vocab_size) for _ in range(3)]
-        with (
-            self._subject.on_cpu() as engine,
-            tempfile.TemporaryDirectory() as folder,
-            closing(engine.new_sequence()) as first,
-        ):
-            engine.prefill(first, tokens[:half], partial(progress, "the CPU"))
-            path = Path(folder) / "state.npz"
-            first.save(path)
-            with closing(first.fork()) as fork, closing(Sequence.load(path, engine.state_shape)) as loaded:
-                for sequence, record in zip((first, fork, loaded), whole, strict=True):
-                    step(engine, [Chunk(sequence, tokens[half : half + 40], "prompt", "all")], [record])
-                    step(engine, [Chunk(sequence, tokens[half + 40 : half + 41], "decode", "all")], [record])
-        return same_bits([whole[0], whole[0]], whole[1:])
+        with self._subject.on_cpu() as engine:
+            return forked_saved_loaded(engine, self._material.long.tokens, progress)
 
     def _bf16(self, progress: Progress) -> Outcome:
         expected = self.records(progress)[0]
         with self._subject.on_cpu(DType.BF16) as engine:
             got = feed(engine, [self._material.long], Way(), progress, "the CPU, bf16 KV cache")[0]
         return divergence(expected, got)
+
+
+def forked_saved_loaded(engine: Engine, tokens: list[int], progress: Progress) -> Outcome:
+    """After the first half of `tokens`: a fork, and what is loaded from a file of the state, go on as it does."""
+    half = len(tokens) // 2
+    rows = tokens[half : half + CONTINUED_ROWS]
+    records = [Record(tokens, engine.config.vocab_size) for _ in range(3)]
+    with TemporaryDirectory() as folder, closing(engine.new_sequence()) as first:
+        engine.prefill(first, tokens[:half], partial(progress, "the first half"))
+        path = Path(folder) / "state.npz"
+        first.save(path)
+        with closing(first.fork()) as fork, closing(Sequence.load(path, engine.state_shape)) as loaded:
+            for sequence, record in zip((first, fork, loaded), records, strict=True):
+                step(engine, [Chunk(sequence, rows[:-1], "prompt", "all")], [record])
+                step(engine, [Chunk(sequence, rows[-1:], "decode", "all")], [record])
+    return same_bits([records[0], records[0]], records[1:])
 
 
 def divergence(exact: Record, rounded: Record) -> Outcome:

@@ -22,7 +22,10 @@ from edge_transformer.verify.subject import Subject
 TESTS = Path(edge_transformer.__file__).parents[2] / "tests"
 PLACEMENTS = ("all resident", "all on the host")
 MEMORY_BYTES = 16 << 30
-ROWS = 64
+ROWS = 192
+
+MOST_PARAMETERS = 100_000_000
+"""With an output projection. A link takes half a minute for a third of it."""
 
 
 def emulated_links(subject: Subject, given: Material, quick: bool) -> Iterator[Link]:
@@ -32,6 +35,10 @@ def emulated_links(subject: Subject, given: Material, quick: bool) -> Iterator[L
         yield Link("emulated GPU", lambda _: not_run(reason))
         return
     part = subject.first(max(2, layers_of_each_kind(subject.spec)))
+    if part.all_parameters > MOST_PARAMETERS:
+        size = f"{part.all_parameters / 1e6:.0f} million parameters"
+        yield Link("emulated GPU", lambda _: not_run(f"{size} in {part.description} would take hours"))
+        return
     tokens = given.long.tokens
     prompts = [Prompt(tokens[:40], 3), Prompt(tokens[20:29], 2), Prompt(tokens[30:35], 1)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.core import CHUNK_BORDER, Chunk, Engine
 from edge_transformer.engine.sequence import Sequence as EngineSequence
 from edge_transformer.hub.progress import Progress
 from edge_transformer.verify.record import Record
@@ -51,7 +51,9 @@ def _feed(
     total = sum(len(prompt.tokens) for prompt in prompts)
     while waiting := [i for i, prompt in enumerate(prompts) if len(sequences[i]) < len(prompt.tokens)]:
         turn = waiting[: way.together]
-        chunks = [_next_chunk(sequences[i], prompts[i], way, engine.max_rows // len(turn)) for i in turn]
+        most = engine.max_rows // len(turn)
+        most = most // CHUNK_BORDER * CHUNK_BORDER or most
+        chunks = [_next_chunk(sequences[i], prompts[i], way, most) for i in turn]
         step(engine, chunks, [records[i] for i in turn])
         progress(name, sum(map(len, sequences)), total)
     return records

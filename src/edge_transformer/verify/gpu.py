@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from edge_transformer.cuda.runtime import Gpu
+from edge_transformer.engine.core import Engine
 from edge_transformer.errors import CapacityError
 from edge_transformer.hub.progress import Progress
 from edge_transformer.ops.tensor import DType
 from edge_transformer.placement.plan import HeadPlace, Wishes
-from edge_transformer.verify.cpu import divergence
+from edge_transformer.verify.cpu import divergence, forked_saved_loaded
 from edge_transformer.verify.feed import Prompt, Way, feed
 from edge_transformer.verify.link import Link, Outcome, not_run
 from edge_transformer.verify.record import Record, same_bits, same_to_rounding
@@ -71,6 +73,7 @@ class GpuLinks:
         yield Link(f"{name}, token by token", self._token_by_token)
         if self._device.plain is not None:
             yield Link(f"{name}, without tensor cores", partial(self._plain, self._device.plain))
+        yield Link(f"{name}, state forked, saved and loaded", self._saved)
         yield Link(f"{name}, bf16 KV cache", self._bf16)
 
     def _placement(self, label: str, progress: Progress) -> Outcome:
@@ -111,6 +114,12 @@ class GpuLinks:
         label, expected = self._first
         return divergence(expected[0], self._records(label, self._prompts[:1], Way(), progress, DType.BF16)[0])
 
+    def _saved(self, progress: Progress) -> Outcome:
+        if self._first is None:
+            return not_run("no placement fits")
+        with self._open(self._first[0], 3, DType.F32, self._device.open) as engine:
+            return forked_saved_loaded(engine, self._prompts[0].tokens, progress)
+
     def _records(
         self,
         label: str,
@@ -120,11 +129,16 @@ class GpuLinks:
         kv_dtype: DType = DType.F32,
         open_gpu: Callable[[], Gpu] | None = None,
     ) -> list[Record]:
-        gpu = (open_gpu or self._device.open)()
-        wishes = _within(gpu, PLACEMENTS[label], self._subject.layers)
-        context = max(len(prompt.tokens) for prompt in prompts)
-        with self._subject.on_gpu(gpu, wishes, context, len(prompts), kv_dtype, self._device.rows) as engine:
+        with self._open(label, len(prompts), kv_dtype, open_gpu or self._device.open) as engine:
             return feed(engine, prompts, way, progress, f"{self._device.name}, {label}")
+
+    def _open(
+        self, label: str, sequences: int, kv_dtype: DType, open_gpu: Callable[[], Gpu]
+    ) -> AbstractContextManager[Engine]:
+        gpu = open_gpu()
+        wishes = _within(gpu, PLACEMENTS[label], self._subject.layers)
+        context = max(len(prompt.tokens) for prompt in self._prompts)
+        return self._subject.on_gpu(gpu, wishes, context, sequences, kv_dtype, self._device.rows)
 
 
 def _within(gpu: Gpu, wishes: Wishes, layers: int) -> Wishes:
