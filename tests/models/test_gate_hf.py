@@ -24,9 +24,10 @@ from tiny.models import MISSING, MODELS, with_fields
 from tiny.weights import make_weights, tensor_shapes
 
 BASE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"}
-BASE |= {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
+BASE |= {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5", "qwen3_next": "qwen3_next"}
 ALL = list(BASE)
-WHOLE_HEADS = [name for name in ALL if name != "qwen3_5_text"]  # families that rotate all of a head
+HYBRIDS = ["qwen3_5_text", "qwen3_next"]
+WHOLE_HEADS = [name for name in ALL if name not in HYBRIDS]  # families that rotate all of a head
 
 Changes = dict[str, Any]
 
@@ -69,7 +70,13 @@ REFUSED: list[tuple[list[str], Changes, str, str]] = [
     (ALL, {"quantization_config": {"bits": 4}}, "quantization_config", "bits"),
     (ALL, {"auto_map": {"AutoModel": "x.Y"}}, "auto_map", "AutoModel"),
     (ALL, {"text_config": {"hidden_size": 4}}, "text_config", "hidden_size"),
-    (ALL, {"num_experts": 8}, "num_experts", "8"),
+    (WHOLE_HEADS, {"num_experts": 8}, "num_experts", "8"),
+    (HYBRIDS, {"num_experts": 8, "mlp_only_layers": []}, "", "mixture-of-experts"),
+    (["qwen3_next"], {"mlp_only_layers": [0, 1, 2]}, "num_experts", "4"),
+    (["qwen3_next"], {"mlp_only_layers": MISSING}, "num_experts", "4"),
+    (["qwen3_next"], {"mlp_only_layers": [0, 1, 3], "decoder_sparse_step": 3}, "num_experts", "4"),
+    (["qwen3_next"], {"num_experts": MISSING, "mlp_only_layers": []}, "num_experts", "missing"),
+    (["qwen3_next"], {"mamba_ssm_dtype": "float32"}, "mamba_ssm_dtype", "float32"),
     (ALL, {"num_local_experts": 8}, "num_local_experts", "8"),
     (ALL, {"is_encoder_decoder": True}, "is_encoder_decoder", "True"),
     (ALL, {"add_cross_attention": True}, "add_cross_attention", "True"),
@@ -117,20 +124,20 @@ REFUSED: list[tuple[list[str], Changes, str, str]] = [
     (ALL, {"rope_scaling": YARN | {"truncate": None}}, "rope_scaling.truncate", "None"),
     (ALL, {"rope_scaling": YARN, "original_max_position_embeddings": 32}, "original_max_position_embeddings", "32"),
     (ALL, {"rope_theta": 500.0, "rope_scaling": YARN | {"rope_theta": 600.0}}, "rope_scaling.rope_theta", "600.0"),
-    (["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"], {"hidden_act": "gelu"}, "hidden_act", "gelu"),
-    (["qwen3_5_text"], {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act", "gelu_pytorch_tanh"),
-    (["qwen3_5_text"], {"attn_output_gate": False}, "attn_output_gate", "False"),
+    (["llama", "mistral", "qwen2", "qwen3", *HYBRIDS], {"hidden_act": "gelu"}, "hidden_act", "gelu"),
+    (HYBRIDS, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act", "gelu_pytorch_tanh"),
+    (HYBRIDS, {"attn_output_gate": False}, "attn_output_gate", "False"),
     (["qwen3_5_text"], {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype", "bfloat16"),
     (["qwen3_5_text"], {"mlp_only_layers": [0]}, "mlp_only_layers", "[0]"),
-    (["qwen3_5_text"], {"layer_types": ["sliding_attention"] * 4}, "layer_types", "sliding_attention"),
-    (["qwen3_5_text"], {"layer_types": ["full_attention"] * 3}, "layer_types", "full_attention"),
-    (["qwen3_5_text"], {"full_attention_interval": 0}, "full_attention_interval", "0"),
+    (HYBRIDS, {"layer_types": ["sliding_attention"] * 4}, "layer_types", "sliding_attention"),
+    (HYBRIDS, {"layer_types": ["full_attention"] * 3}, "layer_types", "full_attention"),
+    (HYBRIDS, {"full_attention_interval": 0}, "full_attention_interval", "0"),
     (["qwen3_5_text"], {"linear_num_value_heads": 3}, "linear_num_value_heads", "3"),
-    (["qwen3_5_text"], {"linear_num_key_heads": 0}, "linear_num_key_heads", "0"),
-    (["qwen3_5_text"], {"linear_key_head_dim": "16"}, "linear_key_head_dim", "16"),
-    (["qwen3_5_text"], {"linear_value_head_dim": None}, "linear_value_head_dim", "None"),
-    (["qwen3_5_text"], {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim", "1"),
-    (["qwen3_5_text"], {"sliding_window": 16}, "sliding_window", "16"),
+    (HYBRIDS, {"linear_num_key_heads": 0}, "linear_num_key_heads", "0"),
+    (HYBRIDS, {"linear_key_head_dim": "16"}, "linear_key_head_dim", "16"),
+    (HYBRIDS, {"linear_value_head_dim": None}, "linear_value_head_dim", "None"),
+    (HYBRIDS, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim", "1"),
+    (HYBRIDS, {"sliding_window": 16}, "sliding_window", "16"),
     (["qwen3_5_text"], {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rot", "0.5"),
     (
         ["qwen3_5_text"],
@@ -285,6 +292,10 @@ ACCEPTED: list[tuple[str, Changes, dict[str, object]]] = [
     ("qwen3_5_text", {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_only_layers": []}, {}),
     ("qwen3_5_text", {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}, {}),
     ("qwen3_5_text", {"full_attention_interval": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}, {}),
+    ("qwen3_next", {"num_experts": 0, "mlp_only_layers": MISSING}, {}),
+    ("qwen3_next", {"mlp_only_layers": [0, 1, 3], "decoder_sparse_step": 4}, {}),
+    ("qwen3_next", {"mlp_only_layers": MISSING, "decoder_sparse_step": 5}, {}),
+    ("qwen3_next", {"num_experts_per_tok": 9, "moe_intermediate_size": 5, "norm_topk_prob": True}, {}),
     ("qwen3_5_text", {"rope_theta": MISSING}, {"ropes": (Rope("default", 10000.0, 8),)}),
     ("qwen3_5_text", {"partial_rotary_factor": MISSING}, {}),
     ("qwen3_5_text", {"partial_rotary_factor": 0.5}, {"ropes": (Rope("default", 500.0, 16),)}),
@@ -416,6 +427,24 @@ def test_parts_besides_the_text_are_reported() -> None:
         )
 
 
+def test_rows_of_fused_tensors() -> None:
+    """Every row of a fused tensor belongs to one matrix, and the stored shape is asked for."""
+    layer = read(base("qwen3_next")).layers[0]
+    matrices = {matrix.role: matrix for matrix in layer.segments[0].matrices}
+    for first, second in (("qkv", "z"), ("b", "a")):
+        assert matrices[first].stored_shape == matrices[second].stored_shape
+        rows = [row for role in (first, second) for part in matrices[role].parts for row in part]
+        assert sorted(rows) == list(range(matrices[first].stored_shape[0]))
+        assert [sum(map(len, matrices[role].parts)) for role in (first, second)] == [
+            matrices[first].shape[0],
+            matrices[second].shape[0],
+        ]
+    arrays = make_weights(MODELS["qwen3_next"])
+    name = "model.layers.0.linear_attn.in_proj_ba.weight"
+    with pytest.raises(UnsupportedModelError, match=r"in_proj_ba.*\[11, 64\].*\[12, 64\]"):
+        read_model(checkpoint("safetensors", base("qwen3_next"), arrays | {name: arrays[name][:-1]}))
+
+
 def _transformers_config(folder: Path, config: Mapping[str, object]) -> Any:
     from transformers import AutoConfig
 
@@ -451,6 +480,8 @@ SHAPES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_h
 @pytest.mark.parametrize("model_type", ALL)
 def test_absent_fields_mean_what_transformers_means(tmp_path: Path, model_type: str) -> None:
     config = {name: base(model_type)[name] for name in SHAPES} | {"num_attention_heads": 32, "hidden_size": 64}
+    if model_type == "qwen3_next":
+        config["num_experts"] = 0
     theirs = _transformers_config(tmp_path, config)
     full = config | {"num_key_value_heads": theirs.num_key_value_heads, "head_dim": getattr(theirs, "head_dim", 2)}
     arrays = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(full).items()}

@@ -125,7 +125,7 @@ def test_gguf_logits_equal_transformers(folder: Path, name: str, backend: str) -
     "name",
     [
         "llama_biases", "mistral", "qwen3_windows_bias", "gemma2", "gemma3_linear", "qwen3_5", "qwen3_5_odd_heads",
-        "qwen3_5_equal_heads",
+        "qwen3_5_equal_heads", "qwen3_next",
     ],
 )  # fmt: skip
 def test_every_instruction_set_equals_transformers(folder: Path, name: str, isa: str) -> None:
@@ -159,7 +159,7 @@ def test_chunks_batch_mates_and_threads_change_no_bit(folder: Path, name: str) -
     np.testing.assert_array_equal(tokens[0], alone[0])
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("qwen3_5")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(("qwen3_5", "qwen3_next"))])
 def test_chunks_mates_and_threads_change_no_bit_of_a_hybrid(folder: Path, name: str) -> None:
     """As above for chunks that end on borders of 64, where the pieces of the gated delta rule do."""
     prompts = golden(name).prompts

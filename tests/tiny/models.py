@@ -105,6 +105,11 @@ def _qwen3_5(**changes: object) -> dict[str, object]:
     return _config("qwen3_5_text", "Qwen3_5ForCausalLM", **defaults | changes)
 
 
+def _qwen3_next(**changes: object) -> dict[str, object]:
+    config = _without(_qwen3_5(), "rope_parameters") | {"rope_theta": 500.0, "num_experts": 0}
+    return config | {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]} | changes
+
+
 _MROPE = {
     "rope_type": "default",
     "rope_theta": 500.0,
@@ -367,6 +372,21 @@ MODELS: dict[str, TinyModel] = {
             ),
             {"factor": {"rope_parameters": _MROPE}},
             lengths=(150, 70),
+        ),
+        TinyModel(
+            "qwen3_next",
+            _qwen3_next(
+                linear_num_key_heads=3,
+                linear_num_value_heads=6,
+                linear_key_head_dim=8,
+                linear_value_head_dim=12,
+                partial_rotary_factor=0.5,
+                num_experts=4,
+                num_experts_per_tok=2,
+                router_aux_loss_coef=0.001,
+                mlp_only_layers=[0, 1, 2, 3],
+            ),
+            {"rope_theta": {"rope_theta": MISSING}, "partial_rotary_factor": {"partial_rotary_factor": MISSING}},
         ),
     )
 }

@@ -27,7 +27,7 @@ def normal(shape: tuple[int, ...], *seeds: int) -> npt.NDArray[np.float64]:
 
 def make_weights(model: TinyModel) -> dict[str, Array]:
     """All tensors by their Hugging Face names."""
-    adds_one = str(model.config["model_type"]).startswith(("gemma", "qwen3_5"))
+    adds_one = str(model.config["model_type"]).startswith(("gemma", "qwen3_5", "qwen3_next"))
     weights: dict[str, Array] = {}
     for name, shape in tensor_shapes(model.config).items():
         values = normal(shape, model.seed, zlib.crc32(name.encode()))
@@ -53,7 +53,7 @@ def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
         return default if value is None else int(str(value))
 
     family = str(config["model_type"])
-    gemma, hybrid = family.startswith("gemma"), family.startswith("qwen3_5")
+    gemma, hybrid = family.startswith("gemma"), family.startswith(("qwen3_5", "qwen3_next"))
     hidden, inner = number("hidden_size"), number("intermediate_size")
     heads, kv_heads = number("num_attention_heads"), number("num_key_value_heads", number("num_attention_heads"))
     head_dim = number("head_dim", hidden // heads)
@@ -103,7 +103,7 @@ def _is_full_layer(config: Mapping[str, object], layer: int) -> bool:
 
 
 def _linear_attention_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """Those of a gated-delta layer of Qwen3.5."""
+    """Those of a gated-delta layer of Qwen3.5 or Qwen3-Next."""
 
     def number(name: str, default: int) -> int:
         return int(str(config.get(name, default)))
@@ -111,16 +111,16 @@ def _linear_attention_shapes(config: Mapping[str, object]) -> dict[str, tuple[in
     hidden, heads = number("hidden_size", 0), number("linear_num_value_heads", 32)
     inner, value_dim = heads * number("linear_value_head_dim", 128), number("linear_value_head_dim", 128)
     channels = 2 * number("linear_num_key_heads", 16) * number("linear_key_head_dim", 128) + inner
+    projections = {"qkv": channels, "z": inner, "b": heads, "a": heads}
+    if config["model_type"] == "qwen3_next":
+        projections = {"qkvz": channels + inner, "ba": 2 * heads}
     return {
         "linear_attn.dt_bias": (heads,),
         "linear_attn.A_log": (heads,),
         "linear_attn.conv1d.weight": (channels, 1, number("linear_conv_kernel_dim", 4)),
         "linear_attn.norm.weight": (value_dim,),
         "linear_attn.out_proj.weight": (hidden, inner),
-        "linear_attn.in_proj_qkv.weight": (channels, hidden),
-        "linear_attn.in_proj_z.weight": (inner, hidden),
-        "linear_attn.in_proj_b.weight": (heads, hidden),
-        "linear_attn.in_proj_a.weight": (heads, hidden),
+        **{f"linear_attn.in_proj_{name}.weight": (rows, hidden) for name, rows in projections.items()},
     }
 
 

@@ -110,6 +110,11 @@ def plan_quantization(checkpoint: Checkpoint, spec: ModelSpec, choice: Quantizat
         raise UsageError(
             f"{checkpoint.path} is quantized already; quantize the model it was made from, so that errors do not add up"
         )
+    if any(matrix.parts for matrix in _matrices(spec)):
+        raise UsageError(
+            f"{checkpoint.path}: models of the family {spec.config.family} keep several matrices in one tensor; they "
+            "cannot be quantized yet"
+        )
     matrices = {matrix.name: matrix for matrix in _matrices(spec)}
     left_out = set(spec.ignored_tensors)
     vectors = [

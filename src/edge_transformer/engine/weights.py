@@ -78,7 +78,7 @@ class HostWeights:
         self.head = weights[spec.head.name]
         self._segments: list[dict[str, Mapping[str, Weight]]] = [
             {
-                segment.name: {matrix.role: weights[matrix.name] for matrix in segment.matrices}
+                segment.name: {matrix.role: weights[_key(matrix)] for matrix in segment.matrices}
                 for segment in layer.segments
             }
             for layer in spec.layers
@@ -112,16 +112,16 @@ class HostWeights:
             self._slab.close()
 
     def _fill(self, placements: Mapping[str, _Placement], threads: int, progress: Progress | None) -> dict[str, Weight]:
-        """All weights by tensor name. Threads take a matrix each: matrices are many, and no thread waits for
+        """All weights by key. Threads take a matrix each: matrices are many, and no thread waits for
         another.
         """
         weights: dict[str, Weight] = {}
         todo: list[_Placement] = []
-        for name, item in placements.items():
+        for key, item in placements.items():
             if item.slab_offset is None or self._slab is None:
-                weights[name] = Weight(item.layout, item.info.file.address + item.info.offset, item.info.file)
+                weights[key] = Weight(item.layout, item.info.file.address + item.info.offset, item.info.file)
             else:
-                weights[name] = Weight(item.layout, self._slab.address + item.slab_offset, self._slab)
+                weights[key] = Weight(item.layout, self._slab.address + item.slab_offset, self._slab)
                 todo.append(item)
         done, total = 0, sum(item.info.nbytes for item in todo)
         todo.reverse()
@@ -136,7 +136,7 @@ class HostWeights:
                         if not todo:
                             return
                         item = todo.pop()
-                    repack(item.info, item.layout, weights[item.spec.name].address, row_order(item.spec))
+                    repack(item.info, item.layout, weights[_key(item.spec)].address, row_order(item.spec))
                     with lock:
                         done += item.info.nbytes
                         if progress is not None:
@@ -156,33 +156,42 @@ class HostWeights:
 
 
 def _place(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[dict[str, _Placement], int]:
-    """Every matrix of the model in order of use, each once, and the bytes of the slab for those not used in place."""
+    """Every matrix of the model by key, in order of use, and the bytes of the slab for those not used in place."""
     matrices = [spec.embedding]
     matrices += [matrix for layer in spec.layers for segment in layer.segments for matrix in segment.matrices]
     matrices.append(spec.head)
     placements: dict[str, _Placement] = {}
     slab_bytes = 0
     for matrix in matrices:
-        if matrix.name in placements:
+        if _key(matrix) in placements:
             continue
         info = checkpoint.tensors[matrix.name]
         rows, cols = matrix.shape
         in_place = info.layout
-        if in_place is None and matrix.transform is Transform.NONE:
+        if in_place is None and matrix.transform is Transform.NONE and not matrix.parts:
             in_place = in_place_layout(info.format, rows, cols)
         if in_place is not None:
-            placements[matrix.name] = _Placement(matrix, info, in_place, None)
+            placements[_key(matrix)] = _Placement(matrix, info, in_place, None)
             continue
         layout = packed_layout(info.format, rows, cols)
-        placements[matrix.name] = _Placement(matrix, info, layout, slab_bytes)
+        placements[_key(matrix)] = _Placement(matrix, info, layout, slab_bytes)
         slab_bytes += round_up(layout.nbytes, PLANE_ALIGNMENT)
     return placements, slab_bytes
 
 
+def _key(spec: TensorSpec) -> str:
+    """Tells matrices apart: the name of the tensor, which the embedding and a tied head share; with the role where a
+    tensor holds several.
+    """
+    return f"{spec.name} {spec.role}" if spec.parts else spec.name
+
+
 def row_order(spec: TensorSpec) -> npt.NDArray[np.int64] | None:
     """Source row of each output row, None for the same order: GGUF stores rotary pairs next to each other, the engine
-    rotates half-split pairs.
+    rotates half-split pairs; some tensors hold the rows of several matrices.
     """
+    if spec.parts:
+        return np.concatenate([np.arange(part.start, part.stop, dtype=np.int64) for part in spec.parts])
     if spec.transform is not Transform.UNPERMUTE_ROPE:
         return None
     pairs = np.arange(spec.shape[0], dtype=np.int64).reshape(spec.heads, -1, 2)

@@ -20,27 +20,28 @@ def repack(
     destination: int,
     row_order: npt.NDArray[np.int64] | None = None,
 ) -> None:
-    """Write the planes of matrix `info` ([rows, cols] as in `layout`) at address `destination`, bit for bit.
+    """Write the planes of matrix `info` at address `destination`, bit for bit.
 
     destination: layout.nbytes writable bytes, 256-aligned. Padding of rows and planes is not written.
-    row_order: int64 [rows]; output row r comes from source row row_order[r] (None: same order).
+    row_order: int64 [layout.rows]; output row r comes from source row row_order[r] (None: all rows in their order).
     The source's whole pages are released on the way. The GIL is released, so that threads can take a matrix each.
     Raises FileChangedError when the file changed before all was read, ValueError when an argument does not fit.
     """
     cols = info.shape[-1] if info.shape else 1
     rows = math.prod(info.shape) // cols if cols else 0
-    if (layout.format, layout.rows, layout.cols) != (info.format, rows, cols) or info.layout is not None:
+    expected = (info.format, rows if row_order is None else len(row_order), cols)
+    if (layout.format, layout.rows, layout.cols) != expected or info.layout is not None:
         raise ValueError(f"layout of {layout.format} [{layout.rows}, {layout.cols}] for {info}")
     order_address = 0
     if row_order is not None:
         row_order = np.ascontiguousarray(row_order, np.int64)
-        if row_order.shape != (rows,) or (rows and not 0 <= row_order.min() <= row_order.max() < rows):
-            raise ValueError(f"row_order must hold {rows} rows of {info}")
+        if row_order.ndim != 1 or (len(row_order) and not 0 <= row_order.min() <= row_order.max() < rows):
+            raise ValueError(f"row_order must hold rows of {info}")
         order_address = row_order.ctypes.data
     _native.repack_weight(
         info.format,
         info.file.address + info.offset,
-        rows,
+        layout.rows,
         cols // FORMATS[info.format].block_cols,
         order_address,
         destination,

@@ -99,7 +99,8 @@ class Transform(Enum):
 class TensorSpec:
     """One tensor the model needs: its role in the layer, its exact name in the checkpoint, its shape.
 
-    `heads` is the head count of UNPERMUTE_ROPE (rows are heads * head_dim).
+    `heads` is the head count of UNPERMUTE_ROPE (rows are heads * head_dim). `parts`: the stored tensor has
+    `stored_rows` rows, of several matrices; this one consists of these, in this order.
     """
 
     role: str
@@ -107,6 +108,13 @@ class TensorSpec:
     shape: tuple[int, ...]
     transform: Transform = Transform.NONE
     heads: int = 0
+    parts: tuple[range, ...] = ()
+    stored_rows: int = 0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """That of the tensor in the checkpoint."""
+        return (self.stored_rows, *self.shape[1:]) if self.parts else self.shape
 
 
 @dataclass(frozen=True, slots=True)

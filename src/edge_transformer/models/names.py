@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from edge_transformer.models.config import (
     GATED_DELTA,
+    DeltaConfig,
     LayerSpec,
     ModelConfig,
     ModelSpec,
@@ -26,7 +27,7 @@ class NameTable:
     """Names by role; `sandwich` replaces entries in models with norms before and after each half of a layer.
 
     decay_is_log: "decay" holds the logarithm A_log of gated-delta layers, not -exp(A_log). conv_middle: dimensions of
-    "conv" between channels and width.
+    "conv" between channels and width. fused_delta: one tensor holds qkv and z, one b and a, key head by key head.
     """
 
     names: dict[str, str]
@@ -34,6 +35,7 @@ class NameTable:
     ignorable: tuple[re.Pattern[str], ...]
     decay_is_log: bool
     conv_middle: tuple[int, ...]
+    fused_delta: bool = False
 
     def name(self, role: str, layer: int, post_norms: bool) -> str:
         pattern = self.sandwich.get(role) if post_norms else None
@@ -230,8 +232,11 @@ def _delta_parts(config: ModelConfig, table: NameTable, layer: int) -> tuple[Seg
     hidden, heads, inner = config.hidden_size, delta.value_heads, delta.value_heads * delta.value_dim
     channels = 2 * delta.key_heads * delta.key_dim + inner
 
+    fused = _fused_rows(delta) if table.fused_delta else {}
+
     def tensor(role: str, *shape: int, transform: Transform = Transform.NONE) -> TensorSpec:
-        return TensorSpec(role, table.name(role, layer, config.post_norms), shape, transform)
+        parts, stored_rows = fused.get(role, ((), 0))
+        return TensorSpec(role, table.name(role, layer, config.post_norms), shape, transform, 0, parts, stored_rows)
 
     matrices = (
         tensor("qkv", channels, hidden),
@@ -248,6 +253,28 @@ def _delta_parts(config: ModelConfig, table: NameTable, layer: int) -> tuple[Seg
         tensor("delta_norm", delta.value_dim),
     )
     return SegmentSpec("delta_mixer", matrices), vectors
+
+
+def _fused_rows(delta: DeltaConfig) -> dict[str, tuple[tuple[range, ...], int]]:
+    """For qkv, z, b and a their rows of the tensor they lie in, and its number of rows: for each key head its query,
+    its key, and values and gates of its value heads; in the other b and a of its value heads.
+    """
+    each = delta.value_heads // delta.key_heads
+    values = each * delta.value_dim
+    sizes = {"q": delta.key_dim, "k": delta.key_dim, "v": values, "z": values}
+    group = sum(sizes.values())
+    rows: dict[str, tuple[range, ...]] = {}
+    offset = 0
+    for part, size in sizes.items():
+        rows[part] = tuple(range(g * group + offset, g * group + offset + size) for g in range(delta.key_heads))
+        offset += size
+    pairs = [range(start, start + each) for start in range(0, 2 * delta.value_heads, each)]
+    return {
+        "qkv": (rows["q"] + rows["k"] + rows["v"], group * delta.key_heads),
+        "z": (rows["z"], group * delta.key_heads),
+        "b": (tuple(pairs[0::2]), 2 * delta.value_heads),
+        "a": (tuple(pairs[1::2]), 2 * delta.value_heads),
+    }
 
 
 def _norm_spec(config: ModelConfig, table: NameTable, role: str, layer: int, size: int) -> TensorSpec:

@@ -23,13 +23,18 @@ _LEFT_OUT = (r"mtp\..*", r"model\.visual\..*")
 
 
 def _read_hf(fields: FieldReader) -> ModelConfig:
-    base = hf_config.read_base(fields, "qwen3_5", context_length=32768, num_kv_heads=4, head_dim=256)
-    if base.activation != "silu":
-        fields.refuse("hidden_act", "only 'silu' is supported in this family")
-    fields.only("attn_output_gate", True, reason="attention without an output gate is not known in this family")
     fields.only("mamba_ssm_dtype", "float32", reason="recurrent state is float32")
     fields.only("mlp_only_layers", None, [], reason="mixture-of-experts models are not supported")
     fields.ignore_prefixes("mtp_")
+    return read_hf_hybrid(fields, "qwen3_5", num_kv_heads=4)
+
+
+def read_hf_hybrid(fields: FieldReader, family: str, num_kv_heads: int) -> ModelConfig:
+    """What Qwen3-Next and Qwen3.5 have in common in config.json. `num_kv_heads`: of a file that does not say."""
+    base = hf_config.read_base(fields, family, context_length=32768, num_kv_heads=num_kv_heads, head_dim=256)
+    if base.activation != "silu":
+        fields.refuse("hidden_act", "only 'silu' is supported in this family")
+    fields.only("attn_output_gate", True, reason="attention without an output gate is not known in this family")
     interval = fields.integer("full_attention_interval", _INTERVAL)
     types = hf_config.read_layer_types(
         fields,

@@ -11,7 +11,7 @@ from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.weight import WeightFormat
 from edge_transformer.memory import bytes_at
-from edge_transformer.models import gemma2, gemma3, llama, mistral, qwen2, qwen3, qwen3_5
+from edge_transformer.models import gemma2, gemma3, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_next
 from edge_transformer.models.config import ModelSpec
 from edge_transformer.models.gate import FieldReader
 from edge_transformer.models.gguf_config import gguf_fields
@@ -21,6 +21,7 @@ HF_FAMILIES = {
     family.model_type: family
     for family in (
         llama.HF, mistral.HF, qwen2.HF, qwen3.HF, gemma2.HF, gemma3.HF, qwen3_5.HF, qwen3_5.HF_WITH_VISION,
+        qwen3_next.HF,
     )
 }  # fmt: skip
 GGUF_FAMILIES = {
@@ -92,10 +93,10 @@ def _account(
             raise UnsupportedModelError(
                 f"{checkpoint.path}: tensor {tensor.name!r} is missing" + _why(spec, tensor.role)
             )
-        if info.shape != tensor.shape:
+        if info.shape != tensor.stored_shape:
             raise UnsupportedModelError(
                 f"{checkpoint.path}: tensor {tensor.name!r} has shape {list(info.shape)}; "
-                f"the configuration asks for {list(tensor.shape)}"
+                f"the configuration asks for {list(tensor.stored_shape)}"
             )
         if tensor.name in vectors and info.format not in _VECTOR_FORMATS:
             raise UnsupportedModelError(
