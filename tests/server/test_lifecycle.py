@@ -190,6 +190,18 @@ def test_a_signal_lets_answers_end(model_path: Path, number: signal.Signals) -> 
         assert running.wait(20) == 0
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_prompts_are_in_the_log_only_when_asked(model_path: Path, asked: bool) -> None:
+    with process(model_path, "--log-requests", *(["--log-prompts"] if asked else [])) as (running, served):
+        assert served.post(TEXT, {"model": "tiny", "prompt": "open-sesame", "max_tokens": 2})[0] == 200
+        assert served.post(TEXT, {"model": "tiny", "prompt": "open-sesame" * 500})[0] == 400
+        assert served.post(CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "open-sesame"}], "n": 9})
+        running.send_signal(signal.SIGTERM)
+        log = running.communicate(timeout=20)[1]
+    assert f"POST {TEXT} 200" in log
+    assert ("open-sesame" in log) == asked
+
+
 def test_a_second_signal_cuts(model_path: Path) -> None:
     with process(model_path, "--parallel", "1") as (running, served):
         body = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True}

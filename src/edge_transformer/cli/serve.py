@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TextIO
 
 import click
@@ -69,6 +70,8 @@ from edge_transformer.cli.options import Size, engine_options, load_model
     show_default="16MiB",
     help="Refuse larger requests.",
 )
+@click.option("--log-requests", is_flag=True, help="Write a line for each request: path, status, seconds.")
+@click.option("--log-prompts", is_flag=True, help="Write the prompts too (default: nothing of them is ever written).")
 @click.option(
     "--drain-seconds",
     metavar="S",
@@ -91,6 +94,8 @@ def command(
     api_key_file: TextIO | None,
     origins: tuple[str, ...],
     max_body: int,
+    log_requests: bool,
+    log_prompts: bool,
     drain_seconds: float,
     **options: Any,
 ) -> None:
@@ -112,6 +117,9 @@ def command(
             note(ledger(llm.plan))
         return llm
 
+    level = logging.INFO if log_requests or log_prompts else logging.WARNING
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.getLogger("edge_transformer.server").setLevel(level)
     keys = read_keys([*api_keys, "" if api_key_file is None else api_key_file.read()])
     if api_key_file is not None and not keys:
         raise click.UsageError(f"There is no key in {api_key_file.name}.")
@@ -120,7 +128,7 @@ def command(
         note(f"Everybody who can reach {host} can use this server: --api-key asks for a key.")
     limits = Limits(sequences=parallel, pass_tokens=pass_tokens, queue=queue)
     service = Service(open_model, name or model, limits, lambda llm: _kv_budget(llm, kv_budget))
-    app = make_app(service, AppSettings(access, max_body))
+    app = make_app(service, AppSettings(access, max_body, log_prompts))
     serve(app, service, host, port, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +14,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edge_transformer.server.errors import ApiError, error_response
+
+log = logging.getLogger("edge_transformer.server")
 
 OPEN_PATHS = frozenset(["/", "/health"])
 """What needs no key: the page, which holds nothing of its own, and whether the server lives."""
@@ -29,6 +33,20 @@ class AccessSettings:
     origins: tuple[str, ...] = ()
     hosts: frozenset[str] = field(default_factory=frozenset)
     max_requests: int = 1024
+
+
+class _Seen:
+    """Passes on what is sent, and remembers the status."""
+
+    def __init__(self, send: Send) -> None:
+        self.status: int | str = "gone"
+        self.since = time.perf_counter()
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
 
 
 class Access:
@@ -57,10 +75,12 @@ class Access:
             await error_response(refusal)(scope, receive, send)
             return
         self._requests += 1
+        seen = _Seen(send)
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, seen)
         finally:
             self._requests -= 1
+            log.info("%s %s %s %.3f s", scope["method"], scope["path"], seen.status, time.perf_counter() - seen.since)
 
     def _refusal(self, path: str, headers: Headers, foreign: bool) -> ApiError | None:
         settings = self._settings

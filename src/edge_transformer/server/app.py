@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -26,8 +27,10 @@ from edge_transformer.server.metrics import CONTENT_TYPE, metrics
 from edge_transformer.server.openapi import openapi
 from edge_transformer.server.parameters import read_request
 from edge_transformer.server.schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
-from edge_transformer.server.service import Service
+from edge_transformer.server.service import Running, Service
 from edge_transformer.server.status import Status
+
+log = logging.getLogger("edge_transformer.server")
 
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
@@ -41,10 +44,11 @@ BODY_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class AppSettings:
-    """max_body_bytes: larger bodies are refused."""
+    """max_body_bytes: larger bodies are refused. log_prompts: write prompts, as the model gets them, to the log."""
 
     access: AccessSettings = field(default_factory=AccessSettings)
     max_body_bytes: int = 16 << 20
+    log_prompts: bool = False
 
 
 class App:
@@ -61,6 +65,7 @@ class App:
         self._check(asked)
         running = self.service.running
         prompt = await to_thread.run_sync(chat_prompt, running.llm, running.grammars, asked)
+        self._log(running, [prompt.ids])
         completion = ChatCompletion(running, asked, prompt, self.service.name)
         if asked.stream:
             return EventStream(completion.chunks, completion.job.leave)
@@ -71,6 +76,7 @@ class App:
         self._check(asked)
         running = self.service.running
         prompts = await to_thread.run_sync(completion_prompts, running.llm, asked)
+        self._log(running, prompts)
         completion = Completion(running, asked, prompts, self.service.name)
         if asked.stream:
             return EventStream(completion.chunks, completion.job.leave)
@@ -122,6 +128,11 @@ class App:
             "owned_by": "edge-transformer-engine",
             "max_model_len": context,
         }
+
+    def _log(self, running: Running, prompts: Sequence[Sequence[int]]) -> None:
+        if self.settings.log_prompts:
+            for ids in prompts:
+                log.info("prompt: %r", running.llm.tokenizer.decode(ids))
 
     def _check(self, asked: Sampling) -> None:
         if asked.model != self.service.name:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from starlette.responses import JSONResponse, Response
 
 from edge_transformer.engine.scheduler import QueueFullError, StoppedError
 from edge_transformer.errors import CapacityError, ContextLengthError, EdgeTransformerError, TextError, UsageError
+
+log = logging.getLogger("edge_transformer.server")
 
 
 class ApiError(Exception):
@@ -72,4 +76,5 @@ def of_error(error: Exception) -> ApiError:
         return invalid(str(error))
     if isinstance(error, EdgeTransformerError):
         return ApiError(500, str(error), code="engine_error")
-    return ApiError(500, f"the engine failed: {type(error).__name__}: {error}", code="engine_error")
+    log.error("a request met a fault of the server", exc_info=error)
+    return ApiError(500, f"the server failed: {type(error).__name__}: {error}", code="engine_error")
