@@ -35,6 +35,8 @@ def read_hf_hybrid(fields: FieldReader, family: str, num_kv_heads: int) -> Model
     if base.activation != "silu":
         fields.refuse("hidden_act", "only 'silu' is supported in this family")
     fields.only("attn_output_gate", True, reason="attention without an output gate is not known in this family")
+    fields.only("output_gate_type", None, "silu", "swish", reason="gated-delta layers are gated by SiLU in this family")
+    fields.ignore(["unsloth_fixed_mtp"])
     interval = fields.integer("full_attention_interval", _INTERVAL)
     types = hf_config.read_layer_types(
         fields,
