@@ -283,6 +283,10 @@ void quantize_groups(const float* x, int64_t rows, int64_t cols, const Quantized
   }
 }
 
+// A row's largest values stay whole unless cutting them off lowers the squared error by this factor: they often meet
+// the largest activations, and the luck of a few roundings is not worth an error there.
+constexpr float kWorthCutting = 0.9f;
+
 // One row with one scale, which may leave the largest values cut off.
 void quantize_row(const float* x, int64_t cols, const QuantizedRows& to, int64_t row, float* codes, Sums& sums) {
   Vec extreme = zero();
@@ -311,6 +315,12 @@ void quantize_row(const float* x, int64_t cols, const QuantizedRows& to, int64_t
   const float coarse = best;
   for (int i = -5; i <= 5; ++i) consider(coarse + largest / 127 * (float(i) / 100));
   for (int i = 0; i < kFits; ++i) consider(consider(best));
+  const float searched = least;
+  least = INFINITY;
+  const float whole = largest / 127;
+  const float found = best;
+  consider(whole);
+  if (searched < kWorthCutting * least) best = found;
   make_codes(x, cols, best, 0, kSignedByte, codes, sums);
   pack_bytes(codes, cols, to.plane[0] + row * to.row_pitch[0]);
   std::memcpy(to.plane[1] + row * to.row_pitch[1], &best, 4);

@@ -16,6 +16,8 @@ from edge_transformer.formats.weight import FORMATS, Plane, Weight, WeightFormat
 F32 = npt.NDArray[np.float32]
 ISAS = _native.available_instruction_sets()
 BEST = _native.instruction_set_index(ISAS[-1])
+# Of the finer search's error. A row's largest value is cut off only where that lowers the error by a tenth.
+ALLOWED = {WeightFormat.Q4_1: 1.1, WeightFormat.I8_ROW: 1.13}
 GROUP = {WeightFormat.I4_G64: 64, WeightFormat.I4_G128: 128}
 
 
@@ -75,7 +77,7 @@ def test_errors_are_as_reported_and_as_small_as_a_finer_search_makes_them(target
         assert error.largest == pytest.approx(np.abs(exact).max(), rel=1e-4)
         if rows == 37:  # of a few groups the search may find a lucky scale
             ours, finer = group_errors(values, result, target), searched_errors(values, target)
-            assert ours.sum() <= (1.1 if target is WeightFormat.Q4_1 else 1.04) * finer.sum()
+            assert ours.sum() <= ALLOWED.get(target, 1.04) * finer.sum()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -84,7 +86,7 @@ def test_long_tails_are_cut_off_where_that_helps(target: WeightFormat) -> None:
     values = rng.standard_t(3, (16, 1024)).astype(np.float32)
     made, _ = quantize(weight_of(values), target, BEST)
     ours, finer = group_errors(values, dequantize(made), target), searched_errors(values, target)
-    assert ours.sum() <= 1.04 * finer.sum()
+    assert ours.sum() <= ALLOWED.get(target, 1.04) * finer.sum()
 
 
 @pytest.mark.parametrize("target", TARGETS)
