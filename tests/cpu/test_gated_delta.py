@@ -231,3 +231,41 @@ def test_output_gates(heads: int, head_dim: int, rows: int, isa: str) -> None:
     q.check()
     exact = before / (1 + np.exp(-gate.array.astype(np.float64)))
     assert (np.abs(q.array - exact) <= CONTRACTS["apply_gate"].eps * np.abs(before)).all()
+
+
+@pytest.mark.parametrize("isa", available_instruction_sets())
+def test_random_shapes(isa: str) -> None:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    rng = np.random.default_rng(seed)
+    for _ in range(12):
+        key_heads, each = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+        shape = delta_shape(
+            key_heads,
+            key_heads * each,
+            key_dim=int(rng.integers(1, 70)),
+            value_dim=int(rng.integers(1, 70)),
+            conv_width=int(rng.integers(2, 9)),
+            tiled=bool(rng.integers(2)),
+        )
+        pieces = [Piece(0, int(rng.integers(0, 200)), int(rng.integers(1, 150)))]
+        pieces += [Piece(1, int(rng.integers(0, 3)) + i, decode=True) for i in range(int(rng.integers(0, 2)))]
+        inputs = make_inputs(shape, sum(piece.rows for piece in pieces), rng, float(rng.normal()))
+        before = make_blocks(shape, 2, rng)
+        blocks = before.copy()
+        batch = make_delta_batch(pieces, blocks)
+        got = run_delta(make_backend(shape, int(rng.integers(1, 4)), isa), shape, inputs, batch)
+        try:
+            assert_delta_right(got, blocks, shape, delta_in_fp64(shape, inputs, batch, before))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {shape} {pieces}: {error}") from error
+
+
+def test_many_steps_stay_close_to_fp64() -> None:
+    """1 000 decode rows of a head that forgets slowly: errors of the state do not pile up beyond the contract."""
+    rng = np.random.default_rng()
+    shape = delta_shape(1, 1, key_dim=64, value_dim=64)
+    inputs, before = make_inputs(shape, 1000, rng, -3.0), make_blocks(shape, 1, rng)
+    blocks = before.copy()
+    batch = make_delta_batch([Piece(0, 5 + i, decode=True) for i in range(1000)], blocks)
+    got = run_delta(make_backend(shape), shape, inputs, batch)
+    assert_delta_right(got, blocks, shape, delta_in_fp64(shape, inputs, batch, before))
