@@ -129,6 +129,27 @@ def test_a_client_that_does_not_read(served: Served) -> None:
         assert served.scheduler.running == 0
 
 
+def test_a_client_that_takes_nothing_is_cut_off(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WRITE_SECONDS", 0.3)
+    with serving(model_path) as served, contextlib.ExitStack() as stack:
+        service = served.service
+        raws = []
+        for _ in range(4):
+            raw = stack.enter_context(contextlib.closing(socket.socket()))
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            raw.connect(("127.0.0.1", served.port))
+            body = json.dumps({"model": "tiny", "prompt": "abc", "max_tokens": 2000, "n": 4, "stream": True,
+                               "logprobs": 20, "ignore_eos": True})  # fmt: skip
+            raw.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            raw.sendall(body.encode())
+            raws.append(raw)
+        deadline = time.monotonic() + 60
+        while service.running.scheduler.statistics.cancelled < 4 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert service.running.scheduler.statistics.cancelled == 4
+        assert served.post(TEXT, BODY)[0] == 200
+
+
 def test_more_requests_than_may_be_answered(model_path: Path) -> None:
     with serving(model_path, settings=AppSettings(AccessSettings(max_requests=1))) as served:
         client = served.client()

@@ -10,10 +10,15 @@ REQUEST_SECONDS = 30.0
 """The head of a request must be there so long after the connection, or after the end of the request before."""
 
 
+WRITE_SECONDS = 120.0
+"""A client that takes nothing of an answer for so long has gone."""
+
+
 class Connection(H11Protocol):
-    """Closes itself when a request's head is not there in time."""
+    """Closes itself when a request's head is not there in time, or nobody reads the answer."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -21,6 +26,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -29,6 +35,15 @@ class Connection(H11Protocol):
             self._unwatch()
         elif self._head_timer is None:
             self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_write_timer()
+        self._write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -46,6 +61,11 @@ class Connection(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _close_idle(self) -> None:
         self._head_timer = None
