@@ -5,10 +5,16 @@ A link fails when what it watches is broken and nothing else: the faults here ar
 
 from __future__ import annotations
 
+import json
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -16,13 +22,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from edge_transformer import LLM
 from edge_transformer.cli.main import ete
 from edge_transformer.cpu.backend import CpuBackend
-from edge_transformer.cuda import driver
+from edge_transformer.cuda import driver, streamed_head, weights
+from edge_transformer.cuda.backend import CudaBackend
+from edge_transformer.engine.sequence import Sequence
+from edge_transformer.errors import GpuError
 from edge_transformer.hub.progress import silent
 from edge_transformer.ops.batch import Batch
-from edge_transformer.verify import material
+from edge_transformer.ops.tensor import DType
+from edge_transformer.verify import conversation, live_transformers, material, oracle_backend, subject
 from edge_transformer.verify.chain import find_links, run_link
 from edge_transformer.verify.link import Outcome, Status
 from emulator import EmulatedGpu
+from emulator import build as emulator_build
+from paths import smollm2_path
 from tiny.models import MODELS, TinyModel
 from tiny.weights import make_weights
 from tiny.write import write_hf
@@ -57,14 +69,10 @@ def model_path(folder: Path, name: str) -> Path:
     return folder / name if (folder / name).exists() else write_model(folder, name)
 
 
-def verify(*arguments: Any) -> Result:
-    return CliRunner().invoke(ete, ["verify", *(str(argument) for argument in arguments)])
-
-
-def outcomes(path: Path, names: Callable[[str], bool]) -> dict[str, Outcome]:
+def outcomes(path: Path, names: Callable[[str], bool], quick: bool = True) -> dict[str, Outcome]:
     """Of the links whose names are wanted."""
     with LLM(path, kv_dtype="f32", threads=2) as llm:
-        links = [link for link in find_links(llm, 2, quick=True) if names(link.name)]
+        links = [link for link in find_links(llm, 2, quick) if names(link.name)]
         return {link.name: run_link(link, silent).outcome for link in links}
 
 
@@ -85,6 +93,20 @@ CPU_ROUNDING = (
     "CPU, second call that differs",
 )
 CPU_LINKS = CPU_BITS + CPU_ROUNDING
+ORDER = (
+    "CPU against numpy",
+    "CPU against numpy, after the long prompt",
+    "CPU, chunks of 64",
+    "CPU, chunks of 128",
+    "CPU, several decode rows in a pass",
+    "CPU, sequences together",
+    "CPU, one thread",
+    "CPU, token by token",
+    "CPU, state forked, saved and loaded",
+    "CPU, bf16 KV cache",
+    "CPU, second call that goes on",
+    "CPU, second call that differs",
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -108,7 +130,7 @@ def break_norms(monkeypatch: pytest.MonkeyPatch, backend: type, broken: Fault) -
     def add_norm(
         self: Any, residual: Any, delta: Any, delta_norm: Any, weight: Any, eps: float, out: Any, batch: Batch
     ) -> None:
-        right(self, residual, delta, delta_norm, weight, eps * (1.01 if broken(self, batch) else 1.0), out, batch)
+        right(self, residual, delta, delta_norm, weight, eps + (3e-4 if broken(self, batch) else 0), out, batch)
 
     monkeypatch.setattr(backend, "add_norm", add_norm)
 
@@ -136,10 +158,69 @@ def test_a_fault_of_the_cpu_is_found_by_its_link(folder: Path, link: str, monkey
     assert found[link].status is Status.MISSED, found[link].text
 
 
+def damaged(sequence: Sequence) -> None:
+    """Keys and values of the first layer with attention are others than were computed."""
+    tiles = sequence.layers[0]
+    tiles.write(0, np.roll(tiles.read(0), 4096))
+
+
+def damage_restored_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Sequence.load
+
+    def broken(path: Path, shape: Any) -> Sequence:
+        sequence = load(path, shape)
+        damaged(sequence)
+        return sequence
+
+    monkeypatch.setattr(Sequence, "load", broken)
+
+
+def damage_kept_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    reuse = Sequence.reuse
+
+    def broken(self: Sequence, length: int) -> int:
+        left = reuse(self, length)
+        damaged(self)
+        return left
+
+    monkeypatch.setattr(Sequence, "reuse", broken)
+
+
+def round_bf16_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = CpuBackend.attention
+
+    def broken(self: CpuBackend, q: Any, shape: Any, out: Any, batch: Batch) -> None:
+        if shape.kv_dtype is DType.BF16:
+            q.numpy()[: batch.rows] *= np.float32(1.1)
+        attention(self, q, shape, out, batch)
+
+    monkeypatch.setattr(CpuBackend, "attention", broken)
+
+
+STATE_FAULTS = {
+    "CPU, state forked, saved and loaded": damage_restored_states,
+    "CPU, bf16 KV cache": round_bf16_twice,
+    "CPU, second call that goes on": damage_kept_states,
+    "CPU, second call that differs": damage_kept_states,
+}
+
+
+@pytest.mark.parametrize("link", STATE_FAULTS)
+def test_a_fault_of_kept_state_is_found(folder: Path, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    STATE_FAULTS[link](monkeypatch)
+    found = outcomes(model_path(folder, "llama"), lambda name: name == link)
+    assert found[link].status is Status.MISSED, found[link].text
+
+
+def test_every_link_of_the_cpu_can_fail() -> None:
+    assert set(FAULTS) | set(STATE_FAULTS) == set(CPU_LINKS)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator as the GPU of this machine."""
     monkeypatch.setattr(material, "QUICK_TOKENS", (40, 70))
+    monkeypatch.setattr(conversation, "TEXT", conversation.TEXT[:120])
     monkeypatch.setattr(
         driver, "CudaGpu", lambda ordinal, forced=None, **_: EmulatedGpu(0, capability=forced or (8, 0))
     )
@@ -168,10 +249,238 @@ GPU_ROUNDING = (
 )
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-def test_every_link_of_a_gpu_passes(folder: Path, name: str, gpu: None) -> None:
-    found = outcomes(model_path(folder, name), lambda link: link.startswith("GPU"))
+def test_every_link_of_a_gpu_passes(folder: Path, gpu: None) -> None:
+    """On a model that has both attention and recurrent state."""
+    found = outcomes(model_path(folder, "qwen3_5"), lambda link: link.startswith("GPU"))
     assert set(found) == {*GPU_BITS, *GPU_ROUNDING}
     for link, outcome in found.items():
         assert outcome.status is Status.PASSED, f"{link}: {outcome.text}"
     assert {found[link].figure for link in GPU_BITS} == {0.0}
+
+
+def shift_weights(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """What a slot is filled with begins a few bytes too early."""
+    right = module.HostRange
+    monkeypatch.setattr(module, "HostRange", lambda address, *others: right(address - 16, *others))
+
+
+def scale_head_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm_head = CpuBackend.lm_head
+
+    def broken(self: CpuBackend, weight: Any, x: Any, rows: int, softcap: Any, out: Any) -> None:
+        lm_head(self, weight, x, rows, softcap, out)
+        out.numpy()[:rows] *= np.float32(1.0001)
+
+    monkeypatch.setattr(CpuBackend, "lm_head", broken)
+
+
+def break_gpu(broken: Fault) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: break_norms(monkeypatch, CudaBackend, broken)
+
+
+GPU_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "GPU, all resident": break_gpu(lambda backend, batch: True),
+    "GPU, all streamed": lambda monkeypatch: shift_weights(monkeypatch, weights),
+    "GPU, one layer resident, three slots": lambda monkeypatch: shift_weights(monkeypatch, weights),
+    "GPU, KV cache on the host": break_gpu(lambda backend, batch: backend._offload is not None),
+    "GPU, lm_head streamed": lambda monkeypatch: shift_weights(monkeypatch, streamed_head),
+    "GPU, all on the host": lambda monkeypatch: shift_weights(monkeypatch, weights),
+    "GPU, lm_head on the CPU": scale_head_of_cpu,
+    "GPU, several decode rows in a pass": break_gpu(lambda backend, batch: decode_rows(batch) == 3),
+    "GPU, sequences together": break_gpu(lambda backend, batch: int(batch.row_sequence.max()) > 0),
+    "GPU, token by token": break_gpu(lambda backend, batch: decode_rows(batch) == 1),
+    "GPU, without tensor cores": break_gpu(lambda backend, batch: backend._gpu.properties.capability == (7, 5)),
+    "GPU, state forked, saved and loaded": damage_restored_states,
+    "GPU, second call that goes on": damage_kept_states,
+    "GPU, second call that differs": damage_kept_states,
+}
+
+
+@pytest.mark.parametrize("link", GPU_FAULTS)
+def test_a_fault_of_a_gpu_is_found(folder: Path, link: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(material, "QUICK_TOKENS", (12, 12))
+    GPU_FAULTS[link](monkeypatch)
+    found = outcomes(model_path(folder, "llama"), lambda name: name in ("GPU, all resident", link))
+    assert found[link].status is Status.MISSED, found[link].text
+
+
+MUTATIONS = {
+    "rope turns the wrong way": ("rope_append.cu", "d < half ? -turned : turned", "d < half ? turned : -turned"),
+    "a barrier is missing": ("norm.cu", "  __syncthreads();\n", ""),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_broken_kernel_is_found_on_the_emulator(
+    folder: Path, tmp_path: Path, mutation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is compiled from a changed source; all others are the product's."""
+    name, right, wrong = MUTATIONS[mutation]
+    kernels = Path(shutil.copytree(emulator_build.KERNELS, tmp_path / "kernels"))
+    source = (kernels / name).read_text()
+    assert source.count(right) == 1
+    monkeypatch.setattr(emulator_build, "KERNELS", kernels)
+    link = "emulated GPU, all resident"
+    path = model_path(folder, "llama")
+    assert outcomes(path, lambda name: name == link, quick=False)[link].status is Status.PASSED
+    (kernels / name).write_text(source.replace(right, wrong))
+    assert outcomes(path, lambda name: name == link, quick=False)[link].status is Status.MISSED
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise GpuError("no NVIDIA driver was found (libcuda)")
+
+    monkeypatch.setattr(driver, "load_driver", none)
+
+
+def verify(*arguments: Any) -> Result:
+    return CliRunner().invoke(ete, ["verify", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_transformers, "PACKAGES", ("torch", "no_such_package"))
+
+
+@pytest.mark.usefixtures("no_gpu", "no_transformers")
+def test_a_line_for_each_link_and_a_summary(folder: Path) -> None:
+    result = verify(model_path(folder, "llama"), "--quick", "--threads", 2)
+    assert result.exit_code == 0, result.output
+    lines = [(line[:8].strip(), line[9:51].strip(), line[52:]) for line in result.stdout.splitlines()]
+    assert [name for _, name, _ in lines] == [
+        "CPU against transformers",
+        *ORDER,
+        "emulated GPU",
+        "GPU",
+    ]
+    assert {status for status, name, _ in lines if name in CPU_LINKS} == {"passed"}
+    reasons = {name: text for status, name, text in lines if status == "not run"}
+    assert "no no_such_package" in reasons["CPU against transformers"]
+    assert "without --quick" in reasons["emulated GPU"]
+    assert "no NVIDIA driver" in reasons["GPU"]
+    assert f"{len(CPU_LINKS)} links passed, 0 missed, 3 not run" in result.stderr
+
+
+@pytest.mark.usefixtures("no_gpu", "no_transformers")
+def test_a_missed_link_is_named_and_ends_with_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_norms(monkeypatch, CpuBackend, FAULTS["CPU, sequences together"])
+    result = verify(model_path(folder, "llama"), "--quick")
+    assert result.exit_code == 1
+    missed = [line for line in result.stdout.splitlines() if line.startswith("missed")]
+    assert len(missed) == 1
+    assert "CPU, sequences together" in missed[0]
+    assert "positions differ" in missed[0]
+
+
+@pytest.mark.usefixtures("no_gpu", "no_transformers")
+def test_json_has_every_link_with_figure_and_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model_path(folder, "llama")
+    found = json.loads(verify(path, "--quick", "--json").stdout)
+    assert found["passed"] is True
+    links = {link["name"]: link for link in found["links"]}
+    assert links["CPU, chunks of 64"]["figure"] == links["CPU, chunks of 64"]["bound"] == 0
+    assert 0 < links["CPU against numpy"]["figure"] <= links["CPU against numpy"]["bound"] == 1e-5
+    assert links["GPU"]["figure"] is None
+    assert all(link["status"] in ("passed", "not run") and link["seconds"] >= 0 for link in links.values())
+    break_norms(monkeypatch, CpuBackend, FAULTS["CPU, one thread"])
+    broken = verify(path, "--quick", "--json", "--threads", 2)
+    assert broken.exit_code == 1
+    missed = [link["name"] for link in json.loads(broken.stdout)["links"] if link["status"] == "missed"]
+    assert missed == ["CPU, one thread"]
+
+
+@pytest.mark.usefixtures("no_gpu", "no_transformers")
+def test_an_error_of_the_engine_is_a_miss_and_the_next_links_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = CpuBackend.add_norm
+
+    def add_norm(self: CpuBackend, residual: Any, *others: Any) -> None:
+        right(self, residual, *others)
+        if others[-1].prompt_rows == 64:
+            others[-2].numpy()[:] = np.nan
+
+    monkeypatch.setattr(CpuBackend, "add_norm", add_norm)
+    found = outcomes(model_path(folder, "llama"), lambda name: name in CPU_BITS)
+    assert found["CPU, chunks of 64"].status is Status.MISSED
+    assert "NaN or infinity" in found["CPU, chunks of 64"].text
+    assert found["CPU, chunks of 128"].status is Status.PASSED
+
+
+def test_interrupted_it_ends_at_once_and_says_nothing_more(folder: Path) -> None:
+    command = [sys.executable, "-c", "from edge_transformer.cli.main import main; main()"]
+    process = subprocess.Popen(
+        [*command, "verify", str(model_path(folder, "llama"))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_live(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = "CPU against transformers"
+    path = model_path(folder, name)
+    assert outcomes(path, lambda name: name == link)[link].status is Status.PASSED
+    break_norms(monkeypatch, CpuBackend, lambda backend, batch: True)
+    assert outcomes(path, lambda name: name == link)[link].status is Status.MISSED
+
+
+@pytest.mark.golden
+def test_a_model_that_transformers_does_not_load_is_said(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "llama")
+    with LLM(path, threads=1) as llm:
+        (path / "config.json").write_text("{}")
+        link = find_links(llm, 1, quick=True)[0]
+        outcome = run_link(link, silent).outcome
+    assert outcome.status is Status.NOT_RUN
+    assert "transformers does not load it" in outcome.text
+
+
+@pytest.mark.golden
+@pytest.mark.real_model
+def test_transformers_live_on_a_gguf_file() -> None:
+    link = "CPU against transformers"
+    found = outcomes(smollm2_path(), lambda name: name == link)[link]
+    assert found.status is Status.PASSED, found.text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_oracle_in_little_memory_computes_the_same(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "available_memory", lambda: subject.SPARE_BYTES + (1 << 18))
+    monkeypatch.setattr(oracle_backend, "HEAD_ROWS", 77)
+    held: list[int] = []
+    forget = oracle_backend.FrugalReference.forget
+
+    def counted(self: oracle_backend.FrugalReference) -> None:
+        held.append(len(self._values))
+        forget(self)
+
+    monkeypatch.setattr(oracle_backend.FrugalReference, "forget", counted)
+    found = outcomes(model_path(folder, name), lambda name: name == "CPU against numpy")["CPU against numpy"]
+    assert found.status is Status.PASSED, found.text
+    assert 0 < max(held) <= 5  # matrices of a segment
+
+
+def test_too_little_memory_for_the_oracle_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "available_memory", lambda: subject.SPARE_BYTES)
+    found = outcomes(model_path(folder, "llama"), lambda name: name.startswith("CPU against numpy"))
+    assert {outcome.status for outcome in found.values()} == {Status.NOT_RUN}
+    assert all("GiB" in outcome.text for outcome in found.values())
+
+
+def test_a_few_layers_say_that_they_are_not_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(material, "QUICK_ORACLE_PARAMETERS", 1)
+    for name, layers in (("llama", "1 of 3"), ("gemma2", "2 of 3"), ("qwen3_5_equal_heads", "2 of 3")):
+        found = outcomes(model_path(folder, name), lambda link: link.startswith("CPU against numpy"))
+        assert all(outcome.status is Status.PASSED for outcome in found.values())
+        assert all(outcome.text.endswith(f"; first {layers} layers") for outcome in found.values())
