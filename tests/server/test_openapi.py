@@ -26,7 +26,7 @@ EXAMPLES = settings(
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A model of a short context, so that no answer takes long."""
-    with serving(write_chat_model(tmp_path_factory.mktemp("short") / "tiny", context=96)) as served:
+    with serving(write_chat_model(tmp_path_factory.mktemp("short") / "tiny", context=160)) as served:
         yield served
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from edge_transformer.server.errors import invalid
-from edge_transformer.server.schema import Message, ToolCall
+from edge_transformer.server.schema import AssistantMessage, Content, DeveloperMessage, Message, ToolCall, ToolMessage
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -19,31 +19,25 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(message: Message, where: str) -> dict[str, Any]:
-    plain: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message, where),
-    }
+    role = "system" if isinstance(message, DeveloperMessage) else str(message.__struct_config__.tag)
+    plain: dict[str, Any] = {"role": role}
+    if message.content is not None:
+        plain["content"] = _text(message.content)
     if message.name is not None:
         plain["name"] = message.name
-    if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
-        if message.role != "assistant":
-            raise invalid(f"{where}.tool_calls: only an assistant calls tools", f"{where}.tool_calls")
-        plain["tool_calls"] = [_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(message.tool_calls)]
-    if message.tool_call_id is not None:
+    if isinstance(message, AssistantMessage):
+        plain.setdefault("content", message.refusal or "")
+        if message.reasoning_content is not None:
+            plain["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            plain["tool_calls"] = [_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(message.tool_calls)]
+    if isinstance(message, ToolMessage) and message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
 
 
-def _text(message: Message, where: str) -> str:
-    if message.content is None:
-        if message.role != "assistant":
-            raise invalid(f"{where}.content is missing", f"{where}.content")
-        return message.refusal or ""
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(part.text for part in message.content)
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:

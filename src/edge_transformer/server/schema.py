@@ -52,19 +52,52 @@ class ToolCall(Struct):
     index: int | None = None
 
 
-class Message(Struct, forbid_unknown_fields=True):
-    """One message of a chat."""
+Content = str | list[TextPart]
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+
+class SystemMessage(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
+    """What holds for the whole chat."""
+
+    content: Content
+    name: str | None = None
+
+
+class DeveloperMessage(Struct, tag_field="role", tag="developer", forbid_unknown_fields=True):
+    """A system message under its newer name."""
+
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Struct, tag_field="role", tag="user", forbid_unknown_fields=True):
+    """What the user says."""
+
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
+    """What the model said before. Fields that answers have are taken back."""
+
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: Any = None
     audio: None = None
     function_call: None = None
+
+
+class ToolMessage(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
+    """What a tool answered to a call."""
+
+    content: Content
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
 class Function(Struct, forbid_unknown_fields=True):
