@@ -408,13 +408,13 @@ def test_an_error_of_the_engine_is_a_miss_and_the_next_links_run(folder: Path, m
 
 
 def test_interrupted_it_ends_at_once_and_says_nothing_more(folder: Path) -> None:
-    command = [sys.executable, "-c", "from edge_transformer.cli.main import main; main()"]
-    process = subprocess.Popen(
-        [*command, "verify", str(model_path(folder, "llama"))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    program = (
+        "from edge_transformer.verify import live_transformers\n"
+        "live_transformers.PACKAGES = ('no_such_package',)  # its import takes seconds\n"
+        "from edge_transformer.cli.main import main\nmain()"
     )
+    command = [sys.executable, "-c", program, "verify", str(model_path(folder, "llama"))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline()
     process.send_signal(signal.SIGINT)
