@@ -76,10 +76,15 @@ def mixed_load(path: Path, scheduler: Scheduler, count: int, llm: LLM, seed: int
     return [(heard.wait().ids(), alone(path, prompt, config, index)) for prompt, config, index, heard in waiting]
 
 
-def test_answers_are_those_given_alone(path: Path, llm: LLM, scheduler: Scheduler) -> None:
-    for together, alone_ids in mixed_load(path, scheduler, 16, llm, seed=1):
+@pytest.mark.parametrize("count", [1, 4, 16, 64])
+def test_answers_are_those_given_alone(path: Path, llm: LLM, count: int) -> None:
+    scheduler = make_scheduler(llm, Limits(sequences=count))
+    for together, alone_ids in mixed_load(path, scheduler, count + 2, llm, seed=count):
         assert together == alone_ids
-    assert scheduler.statistics.batch_sequences.sum > scheduler.statistics.batch_sequences.count
+    if count > 1:
+        assert scheduler.statistics.batch_sequences.sum > scheduler.statistics.batch_sequences.count
+    scheduler.stop()
+    assert scheduler.memory.used_bytes == 0
 
 
 def test_answers_survive_the_loss_of_their_memory(path: Path, llm: LLM) -> None:

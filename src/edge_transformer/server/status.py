@@ -71,8 +71,12 @@ class Status:
             "answer_tokens": (now.answer_tokens - first.answer_tokens) / seconds,
             "prompt_tokens": (now.prompt_tokens - first.prompt_tokens) / seconds,
         }
-        if running.llm.plan is not None:
-            rates["bus_bytes"] = passes * running.llm.plan.streamed_bytes
+        plan = running.llm.plan
+        if plan is not None:
+            rates["bus_bytes"] = passes * plan.streamed_bytes
+            if plan.rates is not None and plan.streamed_bytes:
+                rates["bound"] = "bus"
+                rates["bound_share"] = rates["bus_bytes"] / plan.rates.bus
         else:
             memory = running.llm.memory
             rates["weight_bytes"] = passes * (memory["weights_mapped"] + memory["weights_rearranged"])
