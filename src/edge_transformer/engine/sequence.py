@@ -63,6 +63,7 @@ class Sequence:
         self.layers = [LayerTiles(geometry, shape.memory) for geometry in shape.layers]
         self.recurrent = None if shape.recurrent is None else RecurrentState(shape.recurrent)
         self._tables: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = [layer.addresses() for layer in self.layers]
+        self._moved: list[tuple[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -158,6 +159,35 @@ class Sequence:
         self.prompt_length = min(self.prompt_length, kept)
         return kept
 
+    def move_to_host(self) -> int:
+        """Take all state to ordinary host memory and give its own memory back, until `move_back`; the bytes moved.
+        Nothing else may be asked of the sequence meanwhile but its tokens, `close` and `move_back`.
+        """
+        if self.recurrent is not None:
+            self.recurrent.release()
+        for layer in self.layers:
+            first = min(layer.first_tile, self._tile_count)
+            tiles = [layer.read(tile) for tile in range(first, self._tile_count)]
+            empty = np.empty((0, layer.geometry.tile_bytes), np.uint8)
+            self._moved.append((first, np.stack(tiles) if tiles else empty))
+        self._give_tiles_back()
+        return sum(tiles.nbytes for _, tiles in self._moved)
+
+    def move_back(self) -> None:
+        """Undo `move_to_host`. Raises CapacityError when the memory is refused; the state is then still on the host."""
+        try:
+            for index, (first, tiles) in enumerate(self._moved):
+                self._load_layer(index, first, tiles, Path("host memory"))
+        except BaseException:
+            self._give_tiles_back()
+            raise
+        self._moved = []
+
+    def _give_tiles_back(self) -> None:
+        for layer in self.layers:
+            layer.close()
+        self._tables = [layer.addresses() for layer in self.layers]
+
     def save(self, path: Path) -> None:
         """Write tokens and state to `path` (numpy's npz, no pickles). The file is replaced atomically."""
         header = {"version": _SAVE_VERSION, "fingerprint": self.shape.fingerprint}
@@ -216,9 +246,8 @@ class Sequence:
 
     def close(self) -> None:
         """Give all state back. The sequence is empty afterwards and may be used again."""
-        for layer in self.layers:
-            layer.close()
-        self._tables = [layer.addresses() for layer in self.layers]
+        self._give_tiles_back()
+        self._moved = []
         if self.recurrent is not None:
             self.recurrent.close()
         self.tokens = []
