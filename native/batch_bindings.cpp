@@ -13,6 +13,7 @@
 
 #include "batch_view.hpp"
 #include "bindings.hpp"
+#include "gated_delta.hpp"
 
 namespace nb = nanobind;
 
@@ -60,11 +61,28 @@ void check_spans(const BatchView& batch) {
   require(row == batch.prompt_rows, "prompt spans must cover the prompt rows");
 }
 
+void check_checkpoints(const BatchView& batch) {
+  size_t inside = 0;
+  for (const PromptSpan& span : batch.spans) {
+    int64_t newest = span.position;
+    for (const StateCheckpoint& checkpoint : batch.checkpoints) {
+      if (checkpoint.sequence != span.sequence) continue;
+      require(checkpoint.position % kDeltaPiece == 0 && checkpoint.position > newest &&
+                  checkpoint.position <= span.position + span.row_count,
+              "checkpoints of a sequence must lie on ascending multiples of 64 positions inside of its prompt rows");
+      newest = checkpoint.position;
+      ++inside;
+    }
+  }
+  require(inside == batch.checkpoints.size(), "a checkpoint must be of a sequence that has one span of prompt rows");
+}
+
 BatchView* make_batch(int64_t prompt_rows, Array<int32_t, 1> positions, Array<int32_t, 1> row_sequence,
                       const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& spans,
                       const std::vector<Array<float, 2>>& rope_cos, const std::vector<Array<float, 2>>& rope_sin,
                       const std::vector<Array<int64_t, 2>>& tile_tables,
-                      const std::vector<Array<int64_t, 1>>& state_tables) {
+                      const std::vector<Array<int64_t, 1>>& state_tables,
+                      const std::vector<std::tuple<int64_t, int64_t, Array<int64_t, 1>>>& state_checkpoints) {
   auto batch = std::make_unique<BatchView>();
   batch->rows = int64_t(positions.shape(0));
   batch->prompt_rows = prompt_rows;
@@ -96,8 +114,12 @@ BatchView* make_batch(int64_t prompt_rows, Array<int32_t, 1> positions, Array<in
     require(blocks == 0 || blocks >= sequences, "a table of states has fewer entries than the pass has sequences");
     batch->states.push_back(blocks == 0 ? nullptr : table.data());
   }
+  for (const auto& [sequence, position, addresses] : state_checkpoints) {
+    batch->checkpoints.push_back({sequence, position, addresses.data(), int64_t(addresses.shape(0))});
+  }
   check_positions(*batch);
   check_spans(*batch);
+  check_checkpoints(*batch);
   return batch.release();
 }
 
@@ -109,7 +131,8 @@ void bind_batch(nb::module_& m) {
       .def(nb::new_(&make_batch), nb::arg("prompt_rows"), nb::arg("positions").noconvert(),
            nb::arg("row_sequence").noconvert(), nb::arg("prompt_spans"), nb::arg("rope_cos").noconvert(),
            nb::arg("rope_sin").noconvert(), nb::arg("tile_tables").noconvert(),
-           nb::arg("state_tables").noconvert() = std::vector<Array<int64_t, 1>>())
+           nb::arg("state_tables").noconvert() = std::vector<Array<int64_t, 1>>(),
+           nb::arg("state_checkpoints").noconvert() = std::vector<std::tuple<int64_t, int64_t, Array<int64_t, 1>>>())
       .def_ro("rows", &BatchView::rows)
       .def_ro("prompt_rows", &BatchView::prompt_rows);
 }

@@ -25,6 +25,14 @@ struct RopeRows {
   int64_t half;
 };
 
+// A copy of a sequence's blocks of state, as they are before the row at `position`.
+struct StateCheckpoint {
+  int64_t sequence;
+  int64_t position;          // inside of the sequence's span, or its end; ascending
+  const int64_t* addresses;  // [layers] where each layer's block goes
+  int64_t layers;
+};
+
 struct BatchView {
   int64_t rows;
   int64_t prompt_rows;
@@ -34,6 +42,7 @@ struct BatchView {
   std::vector<RopeRows> ropes;
   std::vector<TileTable> tables;       // per layer
   std::vector<const int64_t*> states;  // per layer [sequences] addresses of blocks; null where a layer has none
+  std::vector<StateCheckpoint> checkpoints;
 
   const int64_t* tiles(int layer, int64_t sequence) const {
     return tables[layer].tiles + sequence * tables[layer].tiles_per_sequence;

@@ -1,6 +1,7 @@
 #include "gated_delta.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -31,6 +32,44 @@ std::vector<DeltaRun> decode_runs(const DeltaLayer& layer, const BatchView& batc
     row = end;
   }
   return runs;
+}
+
+// Prompt rows up to the copies that are made after them.
+struct Stage {
+  std::vector<DeltaRun> runs;
+  std::vector<StateCheckpoint> copies;
+};
+
+// The n-th checkpoint of every sequence ends its n-th stage.
+std::vector<Stage> prompt_stages(const DeltaLayer& layer, const BatchView& batch) {
+  std::vector<Stage> stages;
+  const auto stage_at = [&](size_t index) -> Stage& {
+    if (index == stages.size()) stages.emplace_back();
+    return stages[index];
+  };
+  for (const PromptSpan& span : batch.spans) {
+    int64_t row = span.row_start;
+    size_t index = 0;
+    for (const StateCheckpoint& checkpoint : batch.checkpoints) {
+      if (checkpoint.sequence != span.sequence) continue;
+      const int64_t end = span.row_start + checkpoint.position - span.position;
+      Stage& stage = stage_at(index++);
+      stage.runs.push_back(run_of(layer, batch, row, end - row));
+      stage.copies.push_back(checkpoint);
+      row = end;
+    }
+    const int64_t left = span.row_start + span.row_count - row;
+    if (left > 0) stage_at(index).runs.push_back(run_of(layer, batch, row, left));
+  }
+  return stages;
+}
+
+void copy_block(ThreadPool& pool, const DeltaLayer& layer, const BatchView& batch, const StateCheckpoint& checkpoint) {
+  constexpr int64_t kGrain = 256 << 10;
+  const auto* from = reinterpret_cast<const char*>(batch.states[layer.layer][checkpoint.sequence]);
+  auto* to = reinterpret_cast<char*>(checkpoint.addresses[layer.layer]);
+  pool.run(layer.block_bytes(), kGrain,
+           [&](int, int64_t begin, int64_t end) { std::memcpy(to + begin, from + begin, size_t(end - begin)); });
 }
 
 // How many of the runs from `first` on have blocks of their own, and can be computed side by side.
@@ -89,20 +128,27 @@ int64_t delta_thread_bytes(int key_dim, int value_dim) {
 
 void gated_delta(ThreadPool& pool, const DeltaKernels& kernels, const DeltaLayer& layer, const BatchView& batch,
                  const DeltaArgs& args) {
-  std::vector<DeltaRun> prompt;
-  for (const PromptSpan& span : batch.spans) prompt.push_back(run_of(layer, batch, span.row_start, span.row_count));
+  const std::vector<Stage> stages = prompt_stages(layer, batch);
   const std::vector<DeltaRun> decode = decode_runs(layer, batch);
   const int64_t channels = layer.channels();
   // Grains are as large as makes waking the others worth it.
   const int64_t grain = std::max<int64_t>(1, 2048 / batch.rows / kConvChannels) * kConvChannels;
-  pool.run(channels, grain, [&](int, int64_t begin, int64_t end) {
-    for (int64_t first = begin; first < end; first += kConvChannels) {
-      const int64_t count = std::min<int64_t>(kConvChannels, end - first);
-      for (const DeltaRun& run : prompt) kernels.convolve(layer, args, run, first, count);
-      for (const DeltaRun& run : decode) kernels.convolve(layer, args, run, first, count);
-    }
-  });
-  run_heads(pool, layer, args, prompt, kernels.prompt);
+  const auto convolve = [&](const std::vector<DeltaRun>& runs, const std::vector<DeltaRun>& more) {
+    pool.run(channels, grain, [&](int, int64_t begin, int64_t end) {
+      for (int64_t first = begin; first < end; first += kConvChannels) {
+        const int64_t count = std::min<int64_t>(kConvChannels, end - first);
+        for (const DeltaRun& run : runs) kernels.convolve(layer, args, run, first, count);
+        for (const DeltaRun& run : more) kernels.convolve(layer, args, run, first, count);
+      }
+    });
+  };
+  convolve(stages.empty() ? std::vector<DeltaRun>{} : stages[0].runs, decode);
+  for (size_t index = 0; index < stages.size(); ++index) {
+    const Stage& stage = stages[index];
+    if (index > 0) convolve(stage.runs, {});
+    run_heads(pool, layer, args, stage.runs, kernels.prompt);
+    for (const StateCheckpoint& checkpoint : stage.copies) copy_block(pool, layer, batch, checkpoint);
+  }
   run_heads(pool, layer, args, decode, kernels.decode);
 }
 

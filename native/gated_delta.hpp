@@ -29,6 +29,11 @@ struct DeltaLayer {
 
   int64_t channels() const { return 2 * int64_t(key_heads) * key_dim + int64_t(value_heads) * value_dim; }
   int64_t inner() const { return int64_t(value_heads) * value_dim; }
+  // Of a sequence's block (ops.backend.DeltaShape.block_bytes).
+  int64_t block_bytes() const {
+    const int64_t values = value_heads * head_state() + channels() * (conv_width - 1);
+    return (values * int64_t(sizeof(float)) + 255) / 256 * 256;
+  }
   int64_t head_state() const { return int64_t(key_dim) * value_dim; }
   int key_head(int value_head) const { return tiled ? value_head % key_heads : value_head / (value_heads / key_heads); }
   // Last values before the convolution [channels][conv_width - 1]; S [value_heads][key_dim][value_dim] is before them.
@@ -71,7 +76,7 @@ void check_delta(int key_heads, int value_heads, int key_dim, int value_dim, int
 // Bytes of each thread's scratch that the op takes from the pool, whatever the rows.
 int64_t delta_thread_bytes(int key_dim, int value_dim);
 
-// The batch must have a state table of the layer, with a block for every sequence.
+// The batch must have a state table of the layer, with a block for every sequence; its checkpoints an address.
 void gated_delta(ThreadPool& pool, const DeltaKernels& kernels, const DeltaLayer& layer, const BatchView& batch,
                  const DeltaArgs& args);
 

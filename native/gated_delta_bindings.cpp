@@ -41,6 +41,12 @@ class DeltaOp {
                                     std::to_string(layer_.layer));
       }
     }
+    for (const StateCheckpoint& checkpoint : batch.checkpoints) {
+      if (layer_.layer >= checkpoint.layers || checkpoint.addresses[layer_.layer] == 0) {
+        throw std::invalid_argument("a checkpoint of sequence " + std::to_string(checkpoint.sequence) +
+                                    " has no memory for layer " + std::to_string(layer_.layer));
+      }
+    }
     if (delta_thread_bytes(layer_.key_dim, layer_.value_dim) > int64_t(pool_.thread_bytes())) {
       throw std::length_error(
           "the thread pool's scratch is too small for gated delta layers: reserve delta_workspace(key_dim, value_dim) "

@@ -107,6 +107,7 @@ class BatchView:
         rope_sin: Sequence[npt.NDArray[np.float32]],
         tile_tables: Sequence[npt.NDArray[np.int64]],
         state_tables: Sequence[npt.NDArray[np.int64]] = (),
+        state_checkpoints: Sequence[tuple[int, int, npt.NDArray[np.int64]]] = (),
     ) -> None: ...
     @property
     def rows(self) -> int: ...

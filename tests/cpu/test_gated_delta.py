@@ -9,6 +9,7 @@ import pytest
 
 from cpu.attention_cases import Piece, make_shape
 from cpu.delta_cases import (
+    F32,
     DeltaInputs,
     assert_delta_right,
     delta_in_fp64,
@@ -24,7 +25,9 @@ from edge_transformer._native import available_instruction_sets
 from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.ops.backend import DeltaShape
+from edge_transformer.ops.batch import Batch, StateCheckpoint
 from edge_transformer.ops.contracts import CONTRACTS
+from edge_transformer.ops.reference.backend import ReferenceBackend
 from edge_transformer.ops.tensor import tensor_of
 
 SHAPES = {
@@ -106,6 +109,57 @@ def test_chunks_mates_and_threads_change_no_bit(name: str, isa: str) -> None:
         parts.append(out[: stop - start])
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     np.testing.assert_array_equal(cut_blocks[0], whole_blocks[0])
+
+
+def with_checkpoints(batch: Batch, shape: DeltaShape, wanted: list[tuple[int, int]]) -> tuple[Batch, F32]:
+    """The batch with copies at (sequence, position), and where they go: poisoned blocks."""
+    copies = np.full((len(wanted), shape.block_bytes // 4), np.nan, np.float32)
+    made = [
+        StateCheckpoint(sequence, position, np.array([copies[index].ctypes.data], np.int64))
+        for index, (sequence, position) in enumerate(wanted)
+    ]
+    return replace(batch, state_checkpoints=tuple(made)), copies
+
+
+@pytest.mark.parametrize("executor", ["reference", *available_instruction_sets()])
+@pytest.mark.parametrize("name", ["plain", "tiled, odd", "grouped, odd", "wide"])
+def test_copies_on_the_way_change_no_bit_and_are_the_state_there(name: str, executor: str) -> None:
+    """Each sequence at borders of its own, one with two copies, one where its rows end, one with none."""
+    rng = np.random.default_rng()
+    shape = SHAPES[name]
+    pieces = [*MIXED, Piece(6, 0, 64)]
+    pieces.sort(key=lambda piece: piece.decode)
+    inputs, before = make_inputs(shape, sum(piece.rows for piece in pieces), rng), make_blocks(shape, 7, rng)
+    backend = ReferenceBackend() if executor == "reference" else make_backend(shape, isa=executor)
+    plain, cut = before.copy(), before.copy()
+    expected = run_delta(backend, shape, inputs, make_delta_batch(pieces, plain))
+    wanted = [(3, 64), (0, 64), (6, 64), (2, 128), (0, 128)]
+    batch, copies = with_checkpoints(make_delta_batch(pieces, cut), shape, wanted)
+    np.testing.assert_array_equal(run_delta(backend, shape, inputs, batch), expected)
+    np.testing.assert_array_equal(cut, plain)
+    for copy, (sequence, position) in zip(copies, wanted, strict=True):
+        span = next(span for span in batch.prompt_spans if span.sequence == sequence)
+        count = position - span.position
+        part = rows_of(inputs, slice(span.row_start, span.row_start + count))
+        alone = before[sequence : sequence + 1].copy()
+        run_delta(backend, shape, part, make_delta_batch([Piece(0, span.position, count)], alone))
+        np.testing.assert_array_equal(copy, alone[0])
+
+
+def test_checkpoints_that_do_not_fit_are_refused() -> None:
+    rng = np.random.default_rng()
+    shape = SHAPES["plain"]
+    pieces, blocks = [Piece(0, 0, 130), Piece(1, 5, decode=True)], make_blocks(shape, 2, rng)
+    inputs, backend = make_inputs(shape, 131, rng), make_backend(shape)
+    for wanted in ([(0, 63)], [(0, 0)], [(0, 192)], [(0, 128), (0, 64)], [(0, 64), (0, 64)], [(1, 64)], [(7, 64)]):
+        batch, _ = with_checkpoints(make_delta_batch(pieces, blocks), shape, wanted)
+        with pytest.raises(ValueError, match="checkpoint"):
+            run_delta(backend, shape, inputs, batch)
+    for addresses in (np.zeros(1, np.int64), np.zeros(0, np.int64)):
+        batch = make_delta_batch(pieces, blocks)
+        batch = replace(batch, state_checkpoints=(StateCheckpoint(0, 64, addresses),))
+        with pytest.raises(ValueError, match="no memory for layer 0"):
+            run_delta(backend, shape, inputs, batch)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 90, 128])

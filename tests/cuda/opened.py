@@ -58,6 +58,7 @@ def open_on_gpu(
     gpu: EmulatedGpu | None = None,
     kv_dtype: DType = DType.F32,
     sequences: int = 2,
+    rows: int = ROWS,
 ) -> Opened:
     checkpoint = open_checkpoint(path)
     spec = read_model(checkpoint)
@@ -70,7 +71,7 @@ def open_on_gpu(
         CpuBackend(1),
         kv_dtype,
         GpuOptions(wishes, context, sequences=sequences),
-        max_rows=ROWS,
+        max_rows=rows,
     )
     return Opened(engine, gpu, plan)
 

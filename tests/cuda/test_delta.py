@@ -18,7 +18,7 @@ from edge_transformer.errors import UnsupportedModelError
 from edge_transformer.ops.backend import AttentionShape, DeltaShape
 from edge_transformer.ops.batch import PromptSpan
 from edge_transformer.ops.contracts import CONTRACTS
-from edge_transformer.ops.tensor import DType
+from edge_transformer.ops.tensor import DType, array_at
 from emulator.gpu import EmulatedGpu
 
 ARCHITECTURES = [(7, 5), (8, 0)]
@@ -35,10 +35,19 @@ SHAPES = {
 class Result:
     out: F32
     states: F32
+    copies: F32
 
 
-def compute(case: Case, capability: tuple[int, int] = (7, 5), order: str = "both", wave: int | None = None) -> Result:
-    """The op on an emulated GPU; rows that are not in use and poison between blocks have to stay as they are."""
+def compute(
+    case: Case,
+    capability: tuple[int, int] = (7, 5),
+    order: str = "both",
+    wave: int | None = None,
+    stages: list[list[PromptSpan]] | None = None,
+) -> Result:
+    """The op on an emulated GPU; rows that are not in use and poison between blocks have to stay as they are. stages:
+    of the prompt rows (None: one); after each but the last all blocks are copied.
+    """
     gpu = EmulatedGpu(int(np.random.default_rng().integers(1 << 30)), order=order, capability=capability)
     at = DevicePass(gpu)
     shape, sequences = case.shape, len(case.states)
@@ -56,15 +65,24 @@ def compute(case: Case, capability: tuple[int, int] = (7, 5), order: str = "both
     )
     out = at.output((case.rows + SPARE, shape.value_heads * shape.value_dim))
     entries = delta.piece_entries(case.rows + SPARE, sequences)
-    pieces = delta.pieces(case.spans, entries)
+    pieces, bounds = delta.pieces(stages or [case.spans], entries)
     starts, following = delta.decode_order(case.positions, case.row_sequence, case.prompt_rows, case.rows + SPARE)
     states = at.arrays.put(case.states, "states")
     table = states + np.arange(sequences, dtype=np.int64) * shape.block_bytes
+    # A grid may be larger than the pieces there are.
+    made = [delta.DeltaStage(first, count) for first, count in bounds]
+    if stages is None:
+        made = [dataclasses.replace(stage, count=min(entries, stage.count + 1)) for stage in made if stage.count]
+    copies = gpu.allocate_host(max(1, len(made) - 1) * case.states.nbytes, "copies")
+    for index, stage in enumerate(made[:-1]):
+        to = copies.address + index * case.states.nbytes
+        pairs = tuple((to + i * shape.block_bytes, int(block)) for i, block in enumerate(table))
+        made[index] = dataclasses.replace(stage, copies=pairs)
     decode_sequences = int((starts[:, 0] >= 0).sum())
     arrays = delta.DeltaArrays(
         counts=at.arrays.put(np.array([case.prompt_rows, case.rows, sequences, 0], np.int32), "counts"),
         pieces=at.arrays.put(pieces, "pieces"),
-        piece_count=min(entries, int((pieces[:, 1] > 0).sum()) + 1) if case.prompt_rows else 0,
+        stages=made,
         starts=at.arrays.put(starts, "starts"),
         next=at.arrays.put(following, "next"),
         start_count=decode_sequences + 1 if decode_sequences else 0,
@@ -78,8 +96,9 @@ def compute(case: Case, capability: tuple[int, int] = (7, 5), order: str = "both
     op.run(*tensors, parameters, out, arrays, workspace, at.stream)
     got, new_states = at.read(out), at.arrays.get(states)
     assert np.isnan(got[case.rows :]).all()
+    copied = array_at(copies.address, (max(1, len(made) - 1), *case.states.shape), np.float32).copy()
     at.arrays.close()
-    return Result(got[: case.rows], new_states)
+    return Result(got[: case.rows], new_states, copied)
 
 
 def worst(got: F32, exact: np.ndarray, magnitude: np.ndarray) -> float:
@@ -196,6 +215,47 @@ def test_a_prompt_in_two_passes_gives_the_same_bits() -> None:
     assert np.array_equal(ended.states, once.states, equal_nan=True)
 
 
+def test_copies_on_the_way_change_no_bit_and_are_the_state_there() -> None:
+    """Two sequences with borders of their own, one with a second; the third has none. Copies are what a pass that ends
+    there leaves.
+    """
+    shape = SHAPES["tiled, odd heads"]
+    spans, decodes = [(0, 150), (61, 70), (5, 9)], [(9, 2)]
+    case = make_case(shape, spans, decodes)
+    once = compute(case, order="random")
+    first, second, third = case.spans
+
+    def part(span: PromptSpan, start: int, stop: int) -> PromptSpan:
+        return PromptSpan(span.row_start + start - span.position, stop - start, start, span.sequence)
+
+    stages = [
+        [part(first, 0, 64), part(second, 61, 128), third],
+        [part(first, 64, 128), part(second, 128, 131)],
+        [part(first, 128, 150)],
+    ]
+    for capability in ARCHITECTURES:
+        cut = compute(case, capability, stages=stages)
+        expected = once if capability == (7, 5) else compute(case, capability, order="random")
+        assert np.array_equal(cut.out, expected.out)
+        assert np.array_equal(cut.states, expected.states, equal_nan=True)
+    cut = compute(case, order="random", stages=stages)
+
+    def after(index: int, count: int) -> F32:
+        rows = np.flatnonzero(case.row_sequence == index)[:count]
+        alone = dataclasses.replace(
+            case,
+            **{name: getattr(case, name)[rows] for name in ("qkv", "z", "a", "b", "positions")},
+            states=case.states[index : index + 1],
+            row_sequence=np.zeros(count, np.int32),
+            prompt_rows=count,
+            spans=(PromptSpan(0, count, spans[index][0], 0),),
+        )
+        return compute(alone, order="random").states[0]
+
+    for copy, (index, count) in ((0, (0, 64)), (0, (1, 67)), (1, (0, 128)), (1, (1, 70))):
+        assert np.array_equal(cut.copies[copy][index], after(index, count), equal_nan=True)
+
+
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 4), (3, 20), (2, 256), (9, 128)])
 def test_gate_of_attention(heads: int, head_dim: int) -> None:
     gpu = EmulatedGpu(1, order="both")
@@ -238,7 +298,8 @@ def test_shapes_without_kernels_are_refused(change: dict[str, int], named: str) 
 
 def test_pieces_end_at_absolute_borders() -> None:
     spans = [PromptSpan(0, 70, 60, 1), PromptSpan(70, 1, 0, 0)]
-    table = delta.pieces(spans, 5)
+    table, bounds = delta.pieces([spans], 5)
+    assert bounds == [(0, 4)]
     assert table[:, :6].tolist() == [
         [0, 4, 60, 1, 0, 0],
         [4, 64, 64, 1, 4, 0],
@@ -247,9 +308,18 @@ def test_pieces_end_at_absolute_borders() -> None:
         [0, 0, 0, 0, 0, 0],
     ]
     with pytest.raises(ValueError, match="4 pieces; the list holds 3"):
-        delta.pieces(spans, 3)
+        delta.pieces([spans], 3)
     with pytest.raises(ValueError, match="sequence 1 has two spans"):
-        delta.pieces([spans[0], dataclasses.replace(spans[0], row_start=70)], 9)
+        delta.pieces([[spans[0], dataclasses.replace(spans[0], row_start=70)]], 9)
+    staged = [[PromptSpan(0, 4, 60, 1), spans[1]], [PromptSpan(4, 66, 64, 1)]]
+    table, bounds = delta.pieces(staged, 5)
+    assert bounds == [(0, 2), (2, 2)]
+    assert table[:4, :6].tolist() == [
+        [0, 4, 60, 1, 0, 1],
+        [70, 1, 0, 0, 0, 1],
+        [4, 64, 64, 1, 0, 0],
+        [68, 2, 128, 1, 64, 1],
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 64, 65, 66, 127, 128, 129, 512])
@@ -259,4 +329,4 @@ def test_the_list_of_pieces_is_long_enough(rows: int) -> None:
         for position in (0, 1, 62, 63):
             starts = np.cumsum([0, *lengths])
             spans = [PromptSpan(int(starts[i]), count, position, i) for i, count in enumerate(lengths)]
-            delta.pieces(spans, delta.piece_entries(rows, sequences))
+            delta.pieces([spans], delta.piece_entries(rows, sequences))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,13 @@ from cuda.opened import BUDGET, MODES, model_path, open_on_gpu, pieces, tokens_o
 from edge_transformer.engine.core import Chunk, Engine
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.errors import CapacityError
+from edge_transformer.formats.weight import Weight
 from edge_transformer.placement.plan import HeadPlace, Wishes
 from emulator import EmulatedGpu
-from tiny.models import MODELS
+from tiny.models import MODELS, TinyModel
 from tiny.run import open_engine
+from tiny.weights import make_weights
+from tiny.write import write_hf
 
 HYBRIDS = [name for name in MODELS if name.startswith("qwen3_5")]
 BOUND = 1e-5  # of the correctness chain, times the largest logit
@@ -124,6 +128,86 @@ def test_room_for_the_sequences_that_were_asked(folder: Path, closing: list[Engi
         engine.step([Chunk(third, [1], "decode", "last")])
     held[0].close()
     feed(engine, [Chunk(third, [1], "decode", "last")])
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_prompt_crosses_the_bus_once_and_leaves_a_checkpoint_on_the_way(
+    folder: Path, closing: list[Engine], refused: bool
+) -> None:
+    """500 tokens, streamed: one pass, the bits of two passes cut at the border, and of a pass without a checkpoint."""
+    path, tokens = model_path(folder, "qwen3_5"), tokens_of(500, 11)
+    gpu = EmulatedGpu(7, refuse_registration=refused)
+    engine = open_on_gpu(path, MODES["all streamed, KV cache on the host"], gpu=gpu, rows=512).engine
+    closing.append(engine)
+    acquired: list[tuple[int, str]] = []
+    original = engine._weights.acquire
+
+    def acquire(layer: int, segment: str) -> Mapping[str, Weight]:
+        acquired.append((layer, segment))
+        return original(layer, segment)
+
+    engine._weights.acquire = acquire  # type: ignore[method-assign]
+    sequence = engine.new_sequence()
+    logits = engine.prefill(sequence, tokens)
+    assert len(acquired) == len(set(acquired)) > engine.config.num_layers
+    assert sequence.recurrent is not None
+    assert sequence.recurrent.positions == [448]
+    cut = engine.new_sequence()
+    feed(engine, [Chunk(cut, tokens[:448], "prompt", "last")])
+    assert cut.recurrent is not None
+    assert np.array_equal(sequence.recurrent.checkpoints[448], cut.recurrent.read())
+    assert cut.recurrent.positions == []
+    assert np.array_equal(feed(engine, [Chunk(cut, tokens[448:], "prompt", "last")])[0], logits)
+    assert np.array_equal(sequence.recurrent.read(), cut.recurrent.read())
+    cut.close()
+    assert sequence.reuse(460) == 448
+    assert np.array_equal(engine.prefill(sequence, tokens[448:]), logits)
+    sequence.close()
+
+
+@pytest.mark.parametrize("mode", ["all resident", "all streamed, output projection too"])
+def test_two_prompts_in_one_pass_leave_checkpoints_at_their_own_borders(
+    folder: Path, closing: list[Engine], mode: str
+) -> None:
+    engine = open_on_gpu(model_path(folder, "qwen3_5"), MODES[mode], seed=8, sequences=3, rows=256).engine
+    closing.append(engine)
+    prompts = [tokens_of(140, 12), tokens_of(75, 13)]
+    alone = [engine.new_sequence() for _ in prompts]
+    expected = [
+        feed(engine, [Chunk(sequence, prompt, "prompt", "last")])
+        for sequence, prompt in zip(alone, prompts, strict=True)
+    ]
+    for sequence in alone:
+        sequence.close()
+    sequences = [engine.new_sequence() for _ in prompts]
+    chunks = [Chunk(s, p, "prompt", "last", len(p) // 64 * 64) for s, p in zip(sequences, prompts, strict=True)]
+    asked = iter([False, False])
+    assert engine.step(chunks, lambda: next(asked, True)) is None
+    assert [s.recurrent.positions for s in sequences if s.recurrent] == [[], []]
+    assert np.array_equal(feed(engine, chunks), np.concatenate(expected))
+    assert [s.recurrent.positions for s in sequences if s.recurrent] == [[128], [64]]
+    for sequence, prompt, wanted in zip(sequences, prompts, expected, strict=True):
+        border = sequence.truncate(len(prompt) - 1)
+        assert border == len(prompt) // 64 * 64
+        assert np.array_equal(feed(engine, [Chunk(sequence, prompt[border:], "prompt", "last")]), wanted)
+        sequence.close()
+
+
+def test_no_layer_with_attention(folder: Path, closing: list[Engine]) -> None:
+    config = MODELS["qwen3_5"].config | {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
+    model = TinyModel("recurrent_alone", config, {})
+    path, tokens = write_hf(folder / model.name, config, make_weights(model)), tokens_of(90, 14)
+    oracle = open_engine(path, "reference")
+    closing.append(oracle)
+    expected = pieces(oracle, tokens, 64, 5)
+    first = None
+    for mode in ("all resident", "all streamed, KV cache on the host"):
+        engine = open_on_gpu(path, MODES[mode], seed=9).engine
+        closing.append(engine)
+        logits = pieces(engine, tokens, 64, 5)
+        first = logits if first is None else first
+        assert np.array_equal(logits, first)
+        assert error(logits, expected) <= BOUND
 
 
 @pytest.mark.parametrize("refused", [False, True])

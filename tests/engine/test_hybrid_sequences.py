@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pytest
 
 from edge_transformer.engine.core import Chunk, Engine
-from edge_transformer.engine.kv import HostTileMemory
+from edge_transformer.engine.kv import HostTileMemory, Landing
 from edge_transformer.engine.recurrent import CHECKPOINT_BORDER, RecurrentShape, RecurrentState
 from edge_transformer.engine.sequence import Sequence
-from edge_transformer.errors import FormatError, NumericError, UsageError
+from edge_transformer.errors import CapacityError, FormatError, NumericError, UsageError
 from edge_transformer.ops.backend import DeltaShape
 from edge_transformer.ops.tensor import DType
 from engine.tiny_engine import append, long_context_model, open_cpu_engine, random_tokens, write_model
@@ -66,6 +66,124 @@ def test_a_prompt_leaves_checkpoints_at_its_last_border_and_every_so_many_tokens
     assert checkpoints(sequence) == [512, 1024, 1152, 1664]
     assert sequence.prompt_length == 1200
     sequence.close()
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 500, 512])
+def test_a_prompt_takes_one_pass_with_or_without_checkpoints(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    tokens, passes = random_tokens(length), engine._passes
+    sequence, logits = prefilled(engine, tokens)
+    assert engine._passes == passes + 1
+    border = length // 64 * 64
+    assert checkpoints(sequence) == ([border] if border else [])
+    with monkeypatch.context() as patch:
+        patch.setattr(RecurrentState, "expect", lambda *_: [])
+        bare, expected = prefilled(engine, tokens)
+    assert checkpoints(bare) == ([512] if length == 512 else [])  # due, and read when the pass has ended
+    np.testing.assert_array_equal(logits, expected)
+    np.testing.assert_array_equal(blocks(sequence), blocks(bare))
+    if border:
+        ended, _ = prefilled(engine, tokens[:border])
+        assert sequence.recurrent is not None
+        np.testing.assert_array_equal(sequence.recurrent.checkpoints[border], blocks(ended))
+        ended.close()
+    sequence.close()
+    bare.close()
+
+
+def test_sequences_of_one_pass_have_checkpoints_at_borders_of_their_own(engine: Engine) -> None:
+    """Three prompts, one of them with two checkpoints, one with none, beside decode rows."""
+    prompts = [random_tokens(count, seed) for seed, count in enumerate((150, 67, 30))]
+    old, _ = prefilled(engine, random_tokens(640, 9))
+    mate = old.fork()
+    sequences = [engine.new_sequence() for _ in prompts]
+    assert mate.recurrent is not None
+    chunks = [Chunk(s, p, "prompt", "last", 64) for s, p in zip(sequences, prompts, strict=True)]
+    more = random_tokens(190, 10)
+    fourth = old.fork()
+    chunks += [Chunk(fourth, more, "prompt", "last", 768), Chunk(mate, [5], "decode", "last")]
+    assert fourth.recurrent is not None
+    fourth.recurrent._drop_but([])  # so that one is due at once
+    result = engine.step(chunks)
+    assert result is not None
+    logits = result.logits()
+    assert [checkpoints(s) for s in sequences] == [[64], [64], []]
+    assert checkpoints(fourth) == [704, 768]
+    for index, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
+        fresh, expected = prefilled(engine, prompt)
+        np.testing.assert_array_equal(logits[index], expected)
+        np.testing.assert_array_equal(blocks(sequence), blocks(fresh))
+        if len(prompt) > 64:
+            assert sequence.truncate(66) == 64
+            np.testing.assert_array_equal(engine.prefill(sequence, prompt[64:]), expected)
+        fresh.close()
+    fresh, expected = prefilled(engine, old.tokens + more)
+    np.testing.assert_array_equal(logits[3], expected)
+    for back in (700 + 80, 700 + 20):
+        at = fourth.truncate(back)
+        assert at == (768 if back > 768 else 704)
+        again = fourth.fork()
+        np.testing.assert_array_equal(engine.prefill(again, fresh.tokens[at:]), expected)
+        again.close()
+    np.testing.assert_array_equal(logits[4], append(engine, old, [5], "decode")[0])
+    for sequence in (old, mate, fresh, fourth, *sequences):
+        sequence.close()
+
+
+def test_a_long_pass_has_few_checkpoints(path: Path) -> None:
+    engine = open_cpu_engine(path, kv_dtype=DType.F32, max_rows=4096)
+    sequence, _ = prefilled(engine, random_tokens(3000))
+    assert checkpoints(sequence) == [768, 1536, 2304, 2944]
+    sequence.close()
+    shape = engine.state_shape.recurrent
+    assert shape is not None
+    engine.state_shape.recurrent = replace(shape, budget_bytes=2 * shape.nbytes)
+    sequence, _ = prefilled(engine, random_tokens(3000))
+    assert len(checkpoints(sequence)) == 2
+    assert checkpoints(sequence)[1] == 2944
+    sequence.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_pass_that_is_given_up_keeps_no_checkpoint_of_its_own(engine: Engine, after: int) -> None:
+    tokens = random_tokens(PROMPT)
+    sequence, _ = prefilled(engine, tokens[:130])
+    asked = iter([False] * after)
+    chunk = Chunk(sequence, tokens[130:500], "prompt", "last", 448)
+    assert engine.step([chunk], lambda: next(asked, True)) is None
+    assert checkpoints(sequence) == [128]
+    append(engine, sequence, [1], "decode")
+    assert checkpoints(sequence) == [128]
+    sequence.close()
+
+
+def test_a_pass_that_cannot_begin_keeps_no_checkpoint(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host refuses the memory for the second sequence's."""
+    tokens = random_tokens(100)
+    sequences = [engine.new_sequence() for _ in range(2)]
+    shape = engine.state_shape.recurrent
+    assert shape is not None
+    original, calls = shape.memory.landing, iter(range(100))
+
+    def landing(nbytes: int) -> Landing:
+        if next(calls) == 1:
+            raise CapacityError("no memory")
+        return original(nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shape.memory, "landing", landing, raising=False)
+        with pytest.raises(CapacityError):
+            engine.step([Chunk(sequence, tokens, "prompt", "last", 64) for sequence in sequences])
+    fresh, expected = prefilled(engine, tokens)
+    for sequence in sequences:
+        append(engine, sequence, [1], "decode")
+        assert checkpoints(sequence) == []
+        sequence.truncate(0)
+        np.testing.assert_array_equal(engine.prefill(sequence, tokens), expected)
+        sequence.close()
+    fresh.close()
 
 
 @pytest.mark.parametrize(("length", "kept"), [(700, 700), (699, 640), (640, 640), (639, 512), (512, 512), (511, 0)])

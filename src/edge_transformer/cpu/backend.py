@@ -253,6 +253,7 @@ class CpuBackend:
                 batch.rope_sin,
                 batch.tile_tables,
                 batch.state_tables,
+                [(copy.sequence, copy.position, copy.addresses) for copy in batch.state_checkpoints],
             )
             self._batch = batch
         return self._view

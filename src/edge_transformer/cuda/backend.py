@@ -24,7 +24,7 @@ from edge_transformer.cuda.attention import (
     workspace_bytes,
 )
 from edge_transformer.cuda.attention import sources as attention_sources
-from edge_transformer.cuda.delta import DeltaArrays, DeltaParameters, GatedDelta
+from edge_transformer.cuda.delta import DeltaArrays, DeltaParameters, DeltaStage, GatedDelta
 from edge_transformer.cuda.delta import check_shape as check_delta_shape
 from edge_transformer.cuda.delta import sources as delta_sources
 from edge_transformer.cuda.delta import workspace_bytes as delta_workspace_bytes
@@ -36,7 +36,7 @@ from edge_transformer.cuda.runtime import Event, Gpu, Graph, Memory, Stream
 from edge_transformer.cuda.streamed_head import StreamedHead
 from edge_transformer.formats.weight import Weight, round_up
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
-from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
+from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch, prompt_stages
 from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor, array_at
 
 KV_BUFFERS = 2
@@ -307,7 +307,7 @@ class CudaBackend:
         arrays = DeltaArrays(
             device.counts,
             device.pieces,
-            device.piece_count,
+            self._delta_stages(shape, batch),
             device.decode_starts,
             device.decode_next,
             self._rows.decode,
@@ -453,6 +453,18 @@ class CudaBackend:
         if key not in self._deltas:
             self._deltas[key] = GatedDelta(self._gpu, shape, self._capacity.rows, self._capacity.sequences)
         return self._deltas[key]
+
+    def _delta_stages(self, shape: DeltaShape, batch: Batch) -> list[DeltaStage]:
+        """The pieces of the prompt rows, and the copies of blocks to be made between them."""
+        blocks = batch.state_tables[shape.layer]
+        return [
+            DeltaStage(
+                first,
+                count,
+                tuple((int(copy.addresses[shape.layer]), int(blocks[copy.sequence])) for copy in stage.checkpoints),
+            )
+            for (first, count), stage in zip(self._device.piece_stages, prompt_stages(batch), strict=True)
+        ]
 
     def _attend(
         self,

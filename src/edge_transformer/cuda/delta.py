@@ -2,7 +2,8 @@
 
 Prompt rows take five kernels: values before each piece, convolution, what a piece needs of itself (side by side), the
 pieces through the state (one after another), the gated norm. What the third makes for the fourth is large, so both work
-on a wave of pieces at a time; where waves are cut changes no bit. Decode rows take two kernels: convolution, step.
+on a wave of pieces at a time; where waves are cut changes no bit. Where copies of the state are wanted in the middle of
+the rows, all but the norm run once for each stage up to such copies. Decode rows take two kernels: convolution, step.
 """
 
 from __future__ import annotations
@@ -42,17 +43,28 @@ class DeltaParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaStage:
+    """Prompt rows up to copies of the state: pieces [first, first + count), then (destination, source) of each block to
+    copy.
+    """
+
+    first: int
+    count: int
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaArrays:
     """Device addresses of what a pass's rows are, and bounds of the grids.
 
-    counts int32 [4] as in LaunchRows; pieces int32 [entries, 8] as `pieces` makes them, of which `piece_count` are
-    launched; starts int32 [., 4] and next int32 [.] as `decode_order` makes them, for `start_count` sequences with
+    counts int32 [4] as in LaunchRows; pieces int32 [entries, 8] as `pieces` makes them, which are launched stage by
+    stage; starts int32 [., 4] and next int32 [.] as `decode_order` makes them, for `start_count` sequences with
     decode rows at most; states int64 [sequences]: the layer's blocks. memory: (address, nbytes) they lie in.
     """
 
     counts: int
     pieces: int
-    piece_count: int
+    stages: Sequence[DeltaStage]
     starts: int
     next: int
     start_count: int
@@ -62,12 +74,28 @@ class DeltaArrays:
     memory: Sequence[tuple[int, int]] = ()
 
 
-def pieces(spans: Iterable[PromptSpan], entries: int) -> npt.NDArray[np.int32]:
-    """int32 [entries, 8]: {first row, rows, position of the first, sequence, rows of the sequence in this pass before
-    it, 1 for the sequence's last, 0, 0}, zeros after the last. Spans are cut at absolute borders.
+def pieces(stages: Iterable[Iterable[PromptSpan]], entries: int) -> tuple[npt.NDArray[np.int32], list[tuple[int, int]]]:
+    """int32 [entries, 8]: {first row, rows, position of the first, sequence, rows of the sequence in this stage before
+    it, 1 for the sequence's last of the stage, 0, 0}, zeros after the last; and (first, count) of each stage's. Spans
+    are cut at absolute borders.
 
-    Raises ValueError when the spans need more entries, or a sequence has two.
+    Raises ValueError when the spans need more entries, or a sequence has two in one stage.
     """
+    listed: list[tuple[int, ...]] = []
+    bounds: list[tuple[int, int]] = []
+    for spans in stages:
+        made = _pieces_of_stage(spans)
+        bounds.append((len(listed), len(made)))
+        listed += made
+    if len(listed) > entries:
+        raise ValueError(f"{len(listed)} pieces; the list holds {entries}")
+    table = np.zeros((entries, PIECE_INTS), np.int32)
+    if listed:
+        table[: len(listed)] = listed
+    return table, bounds
+
+
+def _pieces_of_stage(spans: Iterable[PromptSpan]) -> list[tuple[int, ...]]:
     listed: list[tuple[int, ...]] = []
     seen: set[int] = set()
     for span in spans:
@@ -81,12 +109,7 @@ def pieces(spans: Iterable[PromptSpan], entries: int) -> npt.NDArray[np.int32]:
             last = done + count == span.row_count
             listed.append((span.row_start + done, count, position, span.sequence, done, int(last), 0, 0))
             done += count
-    if len(listed) > entries:
-        raise ValueError(f"{len(listed)} pieces; the list holds {entries}")
-    table = np.zeros((entries, PIECE_INTS), np.int32)
-    if listed:
-        table[: len(listed)] = listed
-    return table
+    return listed
 
 
 def piece_entries(rows: int, sequences: int) -> int:
@@ -193,33 +216,39 @@ class GatedDelta:
     ) -> None:
         """All rows of a pass; shapes as in ops.backend.Backend.gated_delta. workspace: 256-aligned, workspace_bytes."""
         self._check(qkv, z, a, b, parameters, out, arrays)
-        if arrays.piece_count:
-            self._prompt(qkv, z, a, b, parameters, out, arrays, workspace, stream)
+        if arrays.stages:
+            for stage in arrays.stages:
+                self._stage(qkv, a, b, parameters, out, arrays, stage, workspace, stream)
+                for destination, source in stage.copies:
+                    self._gpu.copy(destination, source, self._shape.block_bytes, stream)
+            self._norm(z, parameters, out, arrays, stream)
         if arrays.start_count:
             self._decode(qkv, z, a, b, parameters, out, arrays, stream)
 
-    def _prompt(
+    def _stage(
         self,
         qkv: Tensor,
-        z: Tensor,
         a: Tensor,
         b: Tensor,
         parameters: DeltaParameters,
         out: Tensor,
         arrays: DeltaArrays,
+        stage: DeltaStage,
         workspace: int,
         stream: Stream,
     ) -> None:
+        """The pieces of a stage, from the blocks of state and back to them."""
         shape, launch = self._shape, self._gpu.launch
-        borders, convolution, prepare, chunk, norm = self._kernels[:5]
+        borders, convolution, prepare, chunk = self._kernels[:4]
         keys, values, tiled = np.int32(shape.key_heads), np.int32(shape.value_heads), np.int32(shape.tiled)
-        count, made = arrays.piece_count, workspace + _border_bytes(shape, self._entries)
+        count, made = stage.count, workspace + _border_bytes(shape, self._entries)
+        pieces = arrays.pieces + stage.first * PIECE_INTS * 4
         launch(
             borders,
             (-(-shape.channels // (4 * _BORDER_THREADS)), count, 1),
             0,
             stream,
-            (qkv.address, arrays.states, arrays.pieces, workspace, keys, values),
+            (qkv.address, arrays.states, pieces, workspace, keys, values),
             reads=arrays.memory,
         )
         launch(
@@ -228,7 +257,7 @@ class GatedDelta:
             0,
             stream,
             (
-                qkv.address, parameters.conv.address, workspace, arrays.states, arrays.pieces, keys, values,
+                qkv.address, parameters.conv.address, workspace, arrays.states, pieces, keys, values,
                 np.float32(shape.key_dim**-0.5),
             ),
             writes=arrays.memory,
@@ -242,7 +271,7 @@ class GatedDelta:
                 stream,
                 (
                     qkv.address, a.address, b.address, parameters.decay.address, parameters.dt_bias.address,
-                    arrays.pieces, made, np.int32(first), keys, values, tiled,
+                    pieces, made, np.int32(first), keys, values, tiled,
                 ),
             )  # fmt: skip
             launch(
@@ -251,13 +280,18 @@ class GatedDelta:
                 self._chunk_shared_bytes,
                 stream,
                 (
-                    qkv.address, made, arrays.states, arrays.pieces, out.address, np.int32(first), np.int32(wave), keys,
+                    qkv.address, made, arrays.states, pieces, out.address, np.int32(first), np.int32(wave), keys,
                     values, tiled,
                 ),
                 writes=arrays.memory,
             )  # fmt: skip
-        launch(
-            norm,
+
+    def _norm(self, z: Tensor, parameters: DeltaParameters, out: Tensor, arrays: DeltaArrays, stream: Stream) -> None:
+        """The gated norm of all prompt rows."""
+        shape = self._shape
+        values = np.int32(shape.value_heads)
+        self._gpu.launch(
+            self._kernels[4],
             (-(-shape.value_heads * 32 // _BORDER_THREADS), arrays.prompt_rows, 1),
             0,
             stream,
@@ -330,8 +364,9 @@ class GatedDelta:
         for tensor, size in wanted:
             if tensor.shape != size:
                 raise ValueError(f"a parameter is {tensor.shape}; needed: {size}")
-        if arrays.piece_count > self._entries:
-            raise ValueError(f"{arrays.piece_count} pieces; the workspace is for {self._entries}")
+        last = max((stage.first + stage.count for stage in arrays.stages), default=0)
+        if last > self._entries:
+            raise ValueError(f"{last} pieces; the workspace is for {self._entries}")
 
 
 def _part(shape: DeltaShape) -> int:

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer.engine.kv import StateMemory, TileGeometry, TileMemory
+from edge_transformer.engine.kv import RecurrentMemory, TileGeometry, TileMemory
 from edge_transformer.engine.recurrent import CHECKPOINT_BORDER, recurrent_shape
 from edge_transformer.engine.sequence import Sequence, StateShape
 from edge_transformer.engine.weights import WeightSource
@@ -25,7 +25,7 @@ from edge_transformer.models import forward
 from edge_transformer.models.config import ModelConfig, ModelSpec
 from edge_transformer.models.rope import cos_sin, inverse_frequencies
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
-from edge_transformer.ops.batch import DELTA_CHUNK_POSITIONS, Batch, PromptSpan
+from edge_transformer.ops.batch import DELTA_CHUNK_POSITIONS, Batch, PromptSpan, StateCheckpoint
 from edge_transformer.ops.tensor import DType, Tensor, tensor_of
 
 LOGIT_BLOCK_ROWS = 8
@@ -42,13 +42,16 @@ CHUNK_BORDER = DELTA_CHUNK_POSITIONS
 class Chunk:
     """Tokens to append to one sequence in a pass.
 
-    kind: "prompt" or "decode" (decode rows take the decode kernels). logits: which rows' logits are asked.
+    kind: "prompt" or "decode" (decode rows take the decode kernels). logits: which rows' logits are asked. checkpoint:
+    position at which recurrent state becomes a checkpoint, where it is a multiple of CHECKPOINT_BORDER that the prompt
+    tokens reach; every so many prompt tokens one is made unasked.
     """
 
     sequence: Sequence
     tokens: AbstractSequence[int]
     kind: Literal["prompt", "decode"]
     logits: Literal["none", "last", "all"] = "none"
+    checkpoint: int | None = None
 
 
 class PassResult:
@@ -116,7 +119,7 @@ class Engine:
         kv_dtype: DType,
         max_rows: int = MAX_ROWS,
         tile_memory: TileMemory | None = None,
-        state_memory: StateMemory | None = None,
+        state_memory: RecurrentMemory | None = None,
     ) -> None:
         """`tile_memory`, `state_memory`: where sequences keep their KV tiles and their recurrent state (None: ordinary
         host memory). Raises UsageError when a model with recurrent state gets fewer than CHUNK_BORDER rows.
@@ -205,21 +208,17 @@ class Engine:
         if len(sequence) > sequence.prompt_length:
             with self.lock:
                 sequence.checkpoint()
-        last_border = (len(sequence) + len(tokens)) // CHECKPOINT_BORDER * CHECKPOINT_BORDER
+        border = last_border(len(sequence) + len(tokens))
         while done < len(tokens):
             count = self.chunk_length(len(sequence), len(tokens) - done)
-            if self._deltas and len(sequence) < last_border:
-                count = min(count, last_border - len(sequence))
             last = done + count == len(tokens)
-            chunk = Chunk(sequence, tokens[done : done + count], "prompt", "last" if last else "none")
+            chunk = Chunk(sequence, tokens[done : done + count], "prompt", "last" if last else "none", border)
             with self.lock:
                 result = self.step([chunk], cancelled)
                 if result is None:
                     return None
                 if last:
                     logits = result.logits()[0]
-                if self._deltas and len(sequence) == last_border:
-                    sequence.checkpoint()
             done += count
             if progress is not None:
                 progress(done, len(tokens))
@@ -325,6 +324,7 @@ class Engine:
             tile_tables=self._tile_tables(sequences),
             logit_rows=np.array(logit_rows, np.int32),
             state_tables=self._state_tables(sequences),
+            state_checkpoints=self._state_checkpoints([chunks[index] for index in order]),
         )
         return batch, asked
 
@@ -351,6 +351,19 @@ class Engine:
         for shape, column in zip(self._deltas, np.array(states).T, strict=True):
             tables[shape.layer] = np.ascontiguousarray(column)
         return tuple(tables)
+
+    def _state_checkpoints(self, chunks: AbstractSequence[Chunk]) -> tuple[StateCheckpoint, ...]:
+        """What the chunks' sequences, in the order of the batch, want to be copied on the way."""
+        checkpoints: list[StateCheckpoint] = []
+        for slot, chunk in enumerate(chunks):
+            recurrent, start = chunk.sequence.recurrent, len(chunk.sequence)
+            if recurrent is None or chunk.kind != "prompt":
+                continue
+            for position, blocks in recurrent.expect(start, start + len(chunk.tokens), chunk.checkpoint):
+                addresses = np.zeros(self.config.num_layers, np.int64)
+                addresses[[shape.layer for shape in self._deltas]] = blocks
+                checkpoints.append(StateCheckpoint(slot, position, addresses))
+        return tuple(checkpoints)
 
     def _run_layers(
         self,
@@ -434,12 +447,18 @@ class Engine:
             if not first and not all(np.isfinite(self._backend.read(t, batch.rows)).all() for t in (residual, normed)):
                 first.append(part)
 
-        self._run_layers(batch, after=look)
+        # Nobody may hold the memory any more that checkpoints went to.
+        self._run_layers(replace(batch, state_checkpoints=()), after=look)
         where = first[0] if first else "the output projection (lm_head)"
         return (
             f"NaN or infinity in the logits; it first appears after {where}. "
             "The weights hold such values, or overflow: check the model file"
         )
+
+
+def last_border(length: int) -> int:
+    """Where recurrent state of a prompt of `length` tokens becomes a checkpoint that a longer prompt can go on from."""
+    return length // CHECKPOINT_BORDER * CHECKPOINT_BORDER
 
 
 def _workspace_parts(config: ModelConfig, rows: int) -> tuple[int, int, int, int]:

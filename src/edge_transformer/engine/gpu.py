@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from edge_transformer.cuda.arena import Arena
+from edge_transformer.cuda.arena import ALIGNMENT, Arena
 from edge_transformer.cuda.backend import CudaBackend
 from edge_transformer.cuda.device_batch import BatchCapacity, tiles_of_context
 from edge_transformer.cuda.runtime import Gpu
@@ -15,7 +15,7 @@ from edge_transformer.cuda.timeline import Timeline
 from edge_transformer.cuda.tracing_gpu import TracingGpu
 from edge_transformer.cuda.weights import GpuWeights, segment_bytes, vector_bytes
 from edge_transformer.engine.core import MAX_ROWS, Engine
-from edge_transformer.engine.kv import LARGEST_RUN_BYTES, StateMemory, TileGeometry, TileMemory
+from edge_transformer.engine.kv import LARGEST_RUN_BYTES, RecurrentMemory, TileGeometry, TileMemory
 from edge_transformer.engine.rates import measured_rates
 from edge_transformer.engine.traced import TracedEngine, traced_host
 from edge_transformer.engine.weights import HostWeights
@@ -105,7 +105,8 @@ def open_gpu_engine(
     shapes = forward.attention_shapes(config, kv_dtype)
     deltas = forward.delta_shapes(config)
     geometries = [TileGeometry(s.kv_heads, s.head_dim, kv_dtype, s.window) for s in shapes]
-    tile_bytes = max(geometry.tile_bytes for geometry in geometries)
+    # Where no layer has attention, the KV cache is one block that nobody uses.
+    tile_bytes = max((geometry.tile_bytes for geometry in geometries), default=ALIGNMENT)
     buffer_bytes = max(LARGEST_RUN_BYTES // tile_bytes, 1) * tile_bytes
     state_bytes = sum(shape.block_bytes for shape in deltas)  # of a sequence
 
@@ -134,8 +135,11 @@ def open_gpu_engine(
             + CudaBackend.workspace_bytes(
                 capacity, shapes, deltas, widest, gpu.properties.capability, options.fast_prefill
             ),
-            kv_context_bytes=options.sequences
-            * sum(_resident_tiles(g, options.context_length, rows) * g.tile_bytes for g in geometries),
+            kv_context_bytes=max(
+                tile_bytes,
+                options.sequences
+                * sum(_resident_tiles(g, options.context_length, rows) * g.tile_bytes for g in geometries),
+            ),
             kv_buffer_bytes=buffer_bytes,
             head_rows=host_weights.head.layout.rows,
             head_pitches=tuple(plane.row_pitch for plane in host_weights.head.layout.planes),
@@ -173,7 +177,7 @@ def open_gpu_engine(
         else:
             kv_memory = None
             tile_memory = LockedTileMemory(gpu, compute)
-        state_memory: StateMemory | None = None
+        state_memory: RecurrentMemory | None = None
         states = None
         if deltas:
             states = arena.take(demand.state_bytes, "recurrent state"), demand.state_bytes

@@ -82,10 +82,45 @@ class StateMemory(Protocol):
         ...
 
 
+class Landing(Protocol):
+    """Room on the host at `address` for a copy that a pass makes. It is given back when neither it nor what `take` gave
+    is held any more.
+    """
+
+    address: int
+
+    def take(self) -> npt.NDArray[np.uint8]:
+        """The copy, once the pass has ended: waits for that."""
+        ...
+
+
+class RecurrentMemory(StateMemory, Protocol):
+    """Memory of recurrent state, of which passes make copies as they go."""
+
+    def landing(self, nbytes: int) -> Landing:
+        """Room for a copy. Raises CapacityError when the host refuses it."""
+        ...
+
+    def have_landings(self, nbytes: int, count: int) -> None:
+        """Make room for as many copies to come, where that takes long and is better done now than later."""
+        ...
+
+
 class TileMemory(StateMemory, Protocol):
     """Memory of KV tiles. run_bytes: they are allocated in runs of at least so many bytes."""
 
     run_bytes: int
+
+
+class _HostLanding:
+    __slots__ = ("_room", "address")
+
+    def __init__(self, nbytes: int) -> None:
+        self._room = np.empty(nbytes, np.uint8)
+        self.address = self._room.ctypes.data
+
+    def take(self) -> npt.NDArray[np.uint8]:
+        return self._room
 
 
 class HostTileMemory:
@@ -104,6 +139,12 @@ class HostTileMemory:
 
     def write(self, address: int, data: npt.NDArray[np.uint8]) -> None:
         array_at(address, (len(data),), np.uint8)[:] = data
+
+    def landing(self, nbytes: int) -> Landing:
+        return _HostLanding(nbytes)
+
+    def have_landings(self, nbytes: int, count: int) -> None:
+        """Nothing: ordinary memory is had at once."""
 
 
 class Run:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from edge_transformer.engine.answer import Answer, Constraint, FloatArray, Piece
-from edge_transformer.engine.core import CHUNK_BORDER, Chunk, Engine, PassResult
+from edge_transformer.engine.core import CHUNK_BORDER, Chunk, Engine, PassResult, last_border
 from edge_transformer.engine.kv_budget import BudgetedTileMemory
 from edge_transformer.engine.prefix_cache import PrefixCache
-from edge_transformer.engine.recurrent import CHECKPOINT_BORDER
 from edge_transformer.engine.sampling import GenerationConfig
 from edge_transformer.engine.scheduler_statistics import SchedulerStatistics
 from edge_transformer.engine.sequence import Sequence as EngineSequence
@@ -379,10 +378,6 @@ class Scheduler:
         if count > share:
             border = (position + share) // CHUNK_BORDER * CHUNK_BORDER
             count = border - position if border > position else share
-        if self._engine.state_shape.recurrent is not None:
-            last_border = total // CHECKPOINT_BORDER * CHECKPOINT_BORDER
-            if position < last_border:
-                count = min(count, last_border - position)
         return count
 
     def _chunk(self, live: _Live, count: int) -> Chunk:
@@ -394,7 +389,7 @@ class Scheduler:
         else:
             tokens, kind = live.answer.ids[start - len(prompt) : start - len(prompt) + count], "decode"
         last = "last" if start + count == live.tokens else "none"
-        return Chunk(live.sequence, tokens, kind, last)  # type: ignore[arg-type]
+        return Chunk(live.sequence, tokens, kind, last, last_border(len(prompt)))  # type: ignore[arg-type]
 
     def _prepare(self, live: _Live, count: int) -> bool:
         """Have memory for `count` more tokens: kept prefixes give way, then the youngest answers. False when `live`
@@ -454,8 +449,6 @@ class Scheduler:
             if chunk.kind != "prompt" or live.request.cancelled:
                 continue
             sequence, total = chunk.sequence, len(live.request.prompt_ids)
-            if sequence.recurrent is not None and len(sequence) == total // CHECKPOINT_BORDER * CHECKPOINT_BORDER:
-                sequence.checkpoint()
             if not live.answer.ids:
                 live.request.listener.progress(len(sequence), live.cached, total)
 

@@ -89,7 +89,8 @@ class Sequence:
 
     def commit(self, tokens: AbstractSequence[int], prompt: bool = True) -> None:
         """Record that the state now covers these tokens too (the engine calls this when a pass has ended); `prompt`:
-        they were prompt rows. Now and then the recurrent state becomes a checkpoint.
+        they were prompt rows. The checkpoints that the pass has made count from now on; where one is due after decode
+        rows, it is made.
         """
         start = len(self.tokens)
         self.tokens.extend(tokens)
@@ -97,8 +98,10 @@ class Sequence:
         as_prompt = prompt and (self.recurrent is None or start % CHECKPOINT_BORDER == 0)
         if as_prompt and self.prompt_length == start:
             self.prompt_length = len(self.tokens)
-        if self.recurrent is not None and self.recurrent.due(len(self.tokens)):
-            self.checkpoint()
+        if self.recurrent is not None:
+            self.recurrent.commit()
+            if self.recurrent.due(len(self.tokens)):
+                self.checkpoint()
 
     def checkpoint(self) -> None:
         """Keep the recurrent state, where there is one, so that `truncate` can come back to this length."""

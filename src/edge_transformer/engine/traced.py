@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from edge_transformer.cuda.timeline import DECODE_PASS, LOGITS, PROMPT_PASS, Timeline
 from edge_transformer.engine.core import Chunk, Engine, PassResult
-from edge_transformer.engine.kv import StateMemory, TileMemory
+from edge_transformer.engine.kv import RecurrentMemory, TileMemory
 from edge_transformer.engine.weights import WeightSource
 from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.formats.weight import Weight
@@ -34,7 +34,7 @@ class TracedEngine(Engine):
         kv_dtype: DType,
         max_rows: int,
         tile_memory: TileMemory,
-        state_memory: StateMemory | None,
+        state_memory: RecurrentMemory | None,
     ) -> None:
         self._timeline = timeline
         traced = TracedWeights(weights, timeline)

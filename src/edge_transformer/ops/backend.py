@@ -205,6 +205,9 @@ class Backend(Protocol):
         is the rows of a span between two absolute borders of DELTA_CHUNK_POSITIONS. The engine ends prompt chunks on
         such borders, so that the pieces of a prompt do not depend on the chunks. Decode rows take one step each, in row
         order where a sequence has several.
+
+        Where the batch asks for a checkpoint, the block is copied as it is before the row at that position; the copy is
+        there when the pass has ended. Rows and blocks have the same bits with and without.
         """
         ...
 

@@ -29,6 +29,20 @@ class PromptSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCheckpoint:
+    """A copy of a sequence's recurrent state to be made inside of a pass: as it is when all prompt rows before
+    `position` have gone through it. That is a multiple of DELTA_CHUNK_POSITIONS behind the span's first position, at
+    most the span's end.
+
+    addresses int64 [layers]: where each layer's block goes on the host (page-locked for a GPU); 0 for layers without.
+    """
+
+    sequence: int
+    position: int
+    addresses: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One pass. R = rows of the pass, S = sequences in the pass, all arrays C-contiguous.
 
@@ -43,6 +57,7 @@ class Batch:
     state_tables     per layer: int64 [S] addresses of the blocks of recurrent state (ops.backend.DeltaShape), int64 [0]
                      for layers without; () where no layer has any
     logit_rows       int32 [L]   rows whose logits are asked
+    state_checkpoints   copies of recurrent state; those of a sequence in the order of their positions
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -55,7 +70,56 @@ class Batch:
     tile_tables: tuple[npt.NDArray[np.int64], ...]
     logit_rows: npt.NDArray[np.int32]
     state_tables: tuple[npt.NDArray[np.int64], ...] = ()
+    state_checkpoints: tuple[StateCheckpoint, ...] = ()
 
     @property
     def rows(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStage:
+    """Prompt rows that go through the recurrent state before copies of it are made."""
+
+    spans: tuple[PromptSpan, ...]
+    checkpoints: tuple[StateCheckpoint, ...]
+
+
+def prompt_stages(batch: Batch) -> tuple[PromptStage, ...]:
+    """The prompt rows cut at the checkpoints, one stage after the other: the n-th of every sequence ends its n-th
+    stage. One stage where there are no checkpoints, none without prompt rows.
+
+    Raises ValueError for a checkpoint that lies on no border inside of its sequence's span, or before the one ahead.
+    """
+    spans: list[list[PromptSpan]] = []
+    checkpoints: list[list[StateCheckpoint]] = []
+    known = {span.sequence for span in batch.prompt_spans}
+    for checkpoint in batch.state_checkpoints:
+        if checkpoint.sequence not in known:
+            raise ValueError(f"a checkpoint of sequence {checkpoint.sequence}, which has no prompt rows")
+
+    def add(stage: int, span: PromptSpan, start: int, stop: int, checkpoint: StateCheckpoint | None) -> None:
+        """Positions [start, stop) of a span, and what is copied after them."""
+        if stage == len(spans):
+            spans.append([])
+            checkpoints.append([])
+        spans[stage].append(PromptSpan(span.row_start + start - span.position, stop - start, start, span.sequence))
+        if checkpoint is not None:
+            checkpoints[stage].append(checkpoint)
+
+    for span in batch.prompt_spans:
+        start, stop = span.position, span.position + span.row_count
+        stage = 0
+        for checkpoint in batch.state_checkpoints:
+            if checkpoint.sequence != span.sequence:
+                continue
+            if checkpoint.position % DELTA_CHUNK_POSITIONS or not start < checkpoint.position <= stop:
+                raise ValueError(
+                    f"a checkpoint of sequence {span.sequence} at {checkpoint.position}; a multiple of "
+                    f"{DELTA_CHUNK_POSITIONS} above {start}, up to {stop}, was expected"
+                )
+            add(stage, span, start, checkpoint.position, checkpoint)
+            start, stage = checkpoint.position, stage + 1
+        if start < stop:
+            add(stage, span, start, stop, None)
+    return tuple(PromptStage(tuple(rows), tuple(copies)) for rows, copies in zip(spans, checkpoints, strict=True))

@@ -36,7 +36,10 @@ class DeltaParameters:
 def gated_delta(
     qkv: Floats, z: Floats, a: Floats, b: Floats, parameters: DeltaParameters, shape: DeltaShape, batch: Batch
 ) -> Floats:
-    """The op for all rows [R, ...]; updates the blocks of state. The result is [R, value_heads * value_dim]."""
+    """The op for all rows [R, ...]; updates the blocks of state, and makes the copies of them that the batch asks for.
+    The result is [R, value_heads * value_dim].
+    """
+    copies = {(copy.sequence, copy.position): int(copy.addresses[shape.layer]) for copy in batch.state_checkpoints}
     out = np.empty((batch.rows, shape.value_heads, shape.value_dim), np.float32)
     gates = z.reshape(out.shape)
     beta = sigmoid(b)
@@ -53,6 +56,10 @@ def gated_delta(
         q = unit(q) * np.float32(shape.key_dim**-0.5)
         k = unit(k)
         out[row] = step(state, *spread(q, k, shape), v, log_decay[row], beta[row])
+        copy = copies.get((int(batch.row_sequence[row]), int(batch.positions[row]) + 1))
+        if copy is not None:
+            size = (shape.block_bytes,)
+            array_at(copy, size, np.uint8)[:] = array_at(block, size, np.uint8)
     normalized: Floats = rmsnorm(out, parameters.norm, shape.norm_eps) * silu(gates)
     return normalized.reshape(batch.rows, -1)
 
