@@ -87,9 +87,12 @@ def test_answers_are_those_given_alone(path: Path, llm: LLM, count: int) -> None
     assert scheduler.memory.used_bytes == 0
 
 
-def test_answers_survive_the_loss_of_their_memory(path: Path, llm: LLM) -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_answers_survive_the_loss_of_their_memory(path: Path, llm: LLM, on_host: bool) -> None:
+    """Their state is computed again, or, as if it lay on a GPU, moved away and back."""
     budget = 5 * sum(layer.tile_bytes for layer in llm.engine.state_shape.layers)  # one context, and a tile
     scheduler = make_scheduler(llm, Limits(sequences=16, pass_tokens=64), kv_budget=budget)
+    scheduler.memory.on_host = on_host
     for together, alone_ids in mixed_load(path, scheduler, 14, llm, seed=2):
         assert together == alone_ids
     # Prompts of one tile each are let in together; as they grow into a second one, not all can stay.

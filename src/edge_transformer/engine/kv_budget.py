@@ -27,6 +27,8 @@ class BudgetedTileMemory:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._inner: TileMemory = PooledHostMemory() if isinstance(inner, HostTileMemory) else inner
+        self.on_host = isinstance(inner, HostTileMemory) or inner.run_bytes > 1
+        """A GPU's arena hands tiles out one by one; what comes in runs is page-locked host memory."""
         self._spare: dict[int, list[Allocation]] = {}
         self._spare_bytes = 0
         self.run_bytes = self._inner.run_bytes

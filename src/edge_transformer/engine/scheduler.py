@@ -101,6 +101,7 @@ class _Live:
     number: int
     others: list[_Live]
     sequence: EngineSequence | None = None
+    moved_bytes: int = 0  # of its state, while that waits in host memory
     cached: int = 0
     last_token: float = 0.0
 
@@ -152,6 +153,7 @@ class Scheduler:
         self._live: list[_Live] = []
         self._waiting: deque[_Live] = deque()
         self._numbers = 0
+        self._moved_bytes = 0
         self._tolerant = False
         self._stopping = False
         self._arrived: list[Request] = []
@@ -274,7 +276,10 @@ class Scheduler:
         for live in [live for live in self._live if live.request.cancelled]:
             self._leave(live)
         if any(live.request.cancelled for live in self._waiting):
-            self.statistics.cancelled += len({id(w.request) for w in self._waiting if w.request.cancelled})
+            left = [live for live in self._waiting if live.request.cancelled]
+            self.statistics.cancelled += len({id(live.request) for live in left})
+            for live in left:
+                self._close(live)
             self._waiting = deque(live for live in self._waiting if not live.request.cancelled)
 
     def _leave(self, live: _Live) -> None:
@@ -292,18 +297,38 @@ class Scheduler:
             live = self._waiting[0]
             if len(self._live) + self._reserved() + 1 + len(live.others) > self.limits.sequences:
                 return
-            tokens = live.request.prompt_ids
-            running = [other.sequence for other in self._live if other.sequence is not None]
-            sequence = self._cache.take(tokens, running) or self._engine.new_sequence()
-            if self._live and not self._make_room(self._needed(live) - sequence.held_bytes):
-                sequence.close()
+            if not (self._bring_back(live) if live.moved_bytes else self._start(live)):
                 return
             self._waiting.popleft()
-            live.sequence = sequence
-            if not live.answer.ids:
-                live.cached = len(live.sequence)
-                self.statistics.cached_tokens += live.cached
             self._live.append(live)
+
+    def _start(self, live: _Live) -> bool:
+        """Give a choice its sequence, begun where an earlier one is found; False when there is no room for it."""
+        running = [other.sequence for other in self._live if other.sequence is not None]
+        sequence = self._cache.take(live.request.prompt_ids, running) or self._engine.new_sequence()
+        if self._live and not self._make_room(self._needed(live) - sequence.held_bytes):
+            sequence.close()
+            return False
+        live.sequence = sequence
+        if not live.answer.ids:
+            live.cached = len(sequence)
+            self.statistics.cached_tokens += live.cached
+        return True
+
+    def _bring_back(self, live: _Live) -> bool:
+        """Take a choice's state back from host memory; False when there is no room for it."""
+        if live.sequence is None or (self._live and not self._make_room(self._needed(live))):
+            return False
+        while True:
+            try:
+                live.sequence.move_back()
+            except CapacityError:
+                if not self._cache.evict():
+                    return False
+            else:
+                self._moved_bytes -= live.moved_bytes
+                live.moved_bytes = 0
+                return True
 
     def _needed(self, live: _Live) -> int:
         """Bytes to have free before `live` comes in: its own, and what those that run have not taken yet of theirs,
@@ -345,12 +370,9 @@ class Scheduler:
             budget = min(budget, self.limits.pass_tokens)
         planned += self._prompt_pieces(budget)
         planned.sort(key=lambda item: item[0].number)
-        prepared = []
-        for live, count in planned:
-            if self._prepare(live, count):
-                prepared.append((live, count))
+        prepared = [(live, count) for live, count in planned if self._prepare(live, count)]
         # An older one may have taken the memory of a younger one that was prepared before it.
-        return [(live, self._chunk(live, count)) for live, count in prepared if live.sequence is not None]
+        return [(live, self._chunk(live, count)) for live, count in prepared if live in self._live]
 
     def _prompt_pieces(self, budget: int) -> list[tuple[_Live, int]]:
         """Half of the budget is for the oldest prompt that is being read, so that it gets on; the other half for the
@@ -395,7 +417,7 @@ class Scheduler:
         """Have memory for `count` more tokens: kept prefixes give way, then the youngest answers. False when `live`
         itself had to.
         """
-        while live.sequence is not None:
+        while live.sequence is not None and live in self._live:
             try:
                 live.sequence.prepare(count)
             except CapacityError:
@@ -410,11 +432,21 @@ class Scheduler:
         return False
 
     def _preempt(self, live: _Live) -> None:
-        """Take a choice's memory; it goes on later where it is now, ahead of those that came after it."""
+        """Take a choice's memory; it goes on later where it is now, ahead of those that came after it. What lay on a
+        GPU is kept in host memory as far as that may take it, else it is computed again.
+        """
         self.statistics.preemptions += 1
         self._live.remove(live)
-        self._close(live)
+        if live.sequence is not None and self._may_move(live.sequence):
+            live.moved_bytes = live.sequence.move_to_host()
+            self._moved_bytes += live.moved_bytes
+        else:
+            self._close(live)
         self._waiting.appendleft(live)
+
+    def _may_move(self, sequence: EngineSequence) -> bool:
+        fits = self._moved_bytes + sequence.held_bytes <= self.memory.budget_bytes
+        return not self.memory.on_host and len(sequence) > 0 and fits
 
     def _pass(self, chunks: list[tuple[_Live, Chunk]]) -> None:
         statistics, started = self.statistics, time.perf_counter()
@@ -500,6 +532,8 @@ class Scheduler:
         if live.sequence is not None:
             live.sequence.close()
             live.sequence = None
+        self._moved_bytes -= live.moved_bytes
+        live.moved_bytes = 0
 
 
 def context_bytes(engine: Engine, tokens: int) -> int:
