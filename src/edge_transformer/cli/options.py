@@ -217,9 +217,10 @@ def load_model(
     progress: Progress,
     timeline: Timeline | None = None,
     sequences: int | None = None,
+    kv_bytes: int | None = None,
 ) -> LLM:
     """The model, loaded as the engine options among `options` ask. timeline: records what a GPU does. sequences: that
-    share a pass on a GPU.
+    share a pass on a GPU. kv_bytes: of a KV cache that is resident there.
     """
     from edge_transformer import LLM
 
@@ -229,13 +230,15 @@ def load_model(
         threads=options["threads"],
         kv_dtype=options["kv_dtype"],
         backend=options["backend"],
-        gpu=_gpu_settings(options, timeline, sequences),
+        gpu=_gpu_settings(options, timeline, sequences or 1, kv_bytes),
         offline=options["offline"],
         progress=progress,
     )
 
 
-def _gpu_settings(options: dict[str, Any], timeline: Timeline | None, sequences: int | None) -> GpuSettings | None:
+def _gpu_settings(
+    options: dict[str, Any], timeline: Timeline | None, sequences: int, kv_bytes: int | None
+) -> GpuSettings | None:
     """What the options of a GPU ask for, None for another backend. Raises UsageError for an option without a GPU."""
     given = {name: options[name] for name in _GPU_OPTIONS if options[name] is not None}
     if not options["fast_prefill"]:  # a flag that was not given
@@ -248,7 +251,7 @@ def _gpu_settings(options: dict[str, Any], timeline: Timeline | None, sequences:
     from edge_transformer import GpuSettings
 
     fields = {_GPU_OPTIONS[name]: value for name, value in given.items()}
-    return GpuSettings(**fields, timeline=timeline, sequences=sequences or 1)
+    return GpuSettings(**fields, timeline=timeline, sequences=sequences, kv_bytes=kv_bytes)
 
 
 def _add(options: dict[str, dict[str, Any]], command: Command) -> Command:
