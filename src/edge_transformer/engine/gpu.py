@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,9 @@ from edge_transformer.placement.plan import UNMEASURED, Demand, HeadPlace, KvPla
 MARGIN_BYTES = 256 << 20
 """Free memory that a budget nobody gave leaves alone: kernels, local memory, what else the user does."""
 
+OTHER_CONTEXT = 8192
+"""Tokens that sequences after the first have room for on average in a resident KV cache, where contexts are longer."""
+
 ROWS_PER_MULTIPROCESSOR = 32
 """Rows of a pass that keep a multiprocessor busy where a model is resident. Streamed, a pass waits for the bus."""
 
@@ -51,7 +55,8 @@ class GpuSettings:
     -1 all, 0 none, n spread evenly. slots: for streamed layers, at least 2. kv_offload: KV cache in host memory.
     lm_head: "gpu", "streamed" or "cpu". fast_prefill: one bf16 term for the activations of prompts. force_capability:
     the kernels' path for an older card, such as (7, 5). timeline: records what the GPU does and when, without graphs.
-    sequences: that share a pass at most; resident KV caches and recurrent state have room for so many.
+    sequences: that share a pass at most; recurrent state has room for so many, a resident KV cache for one of the whole
+    context and others of OTHER_CONTEXT tokens, or kv_bytes.
     """
 
     device: int = 0
@@ -64,6 +69,7 @@ class GpuSettings:
     force_capability: tuple[int, int] | None = None
     timeline: Timeline | None = None
     sequences: int = 1
+    kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
@@ -77,7 +83,8 @@ class GpuSettings:
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
     """What the user asked for. `context_length`: what a resident KV cache has room for. measure: let measured rates of
-    the bus and the CPU choose the output projection's place, where it is open and something is streamed.
+    the bus and the CPU choose the output projection's place, where it is open and something is streamed. kv_bytes: of a
+    resident KV cache (None: what `sequences` and `context_length` need).
     """
 
     wishes: Wishes
@@ -86,6 +93,7 @@ class GpuOptions:
     fast_prefill: bool = False
     timeline: Timeline | None = None
     measure: bool = False
+    kv_bytes: int | None = None
 
 
 def open_gpu_engine(
@@ -135,11 +143,7 @@ def open_gpu_engine(
             + CudaBackend.workspace_bytes(
                 capacity, shapes, deltas, widest, gpu.properties.capability, options.fast_prefill
             ),
-            kv_context_bytes=max(
-                tile_bytes,
-                options.sequences
-                * sum(_resident_tiles(g, options.context_length, rows) * g.tile_bytes for g in geometries),
-            ),
+            kv_context_bytes=max(tile_bytes, options.kv_bytes or _kv_bytes(geometries, options, rows)),
             kv_buffer_bytes=buffer_bytes,
             head_rows=host_weights.head.layout.rows,
             head_pitches=tuple(plane.row_pitch for plane in host_weights.head.layout.planes),
@@ -236,6 +240,7 @@ def open_on_cuda(
             wishes,
             context_length,
             sequences=settings.sequences,
+            kv_bytes=settings.kv_bytes,
             fast_prefill=settings.fast_prefill,
             timeline=settings.timeline,
             measure=True,
@@ -255,6 +260,16 @@ def _rows_to_occupy(multiprocessors: int) -> int:
 def _rows_bytes(demand: Demand) -> int:
     """What grows with the rows of a pass."""
     return demand.workspace_bytes + demand.kv_context_bytes
+
+
+def _kv_bytes(geometries: Sequence[TileGeometry], options: GpuOptions, rows: int) -> int:
+    """Of a resident KV cache: for one sequence of the whole context, and others of OTHER_CONTEXT tokens at most."""
+
+    def of_a_sequence(context: int) -> int:
+        return sum(_resident_tiles(geometry, context, rows) * geometry.tile_bytes for geometry in geometries)
+
+    others = of_a_sequence(min(options.context_length, OTHER_CONTEXT))
+    return of_a_sequence(options.context_length) + (options.sequences - 1) * others
 
 
 def _resident_tiles(geometry: TileGeometry, context_length: int, max_rows: int) -> int:
