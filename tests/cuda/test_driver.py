@@ -256,6 +256,44 @@ def test_a_kernel_is_loaded_once(gpu: CudaGpu, fake: FakeDriver) -> None:
     assert len(fake.called("cuModuleLoadData")) == 2
 
 
+@pytest.mark.parametrize("error", [None, "STREAM_CAPTURE_INVALIDATED", "STREAM_CAPTURE_UNJOINED"])
+def test_a_recording_is_dropped_also_where_a_failed_call_has_spoiled_it(
+    gpu: CudaGpu, fake: FakeDriver, error: str | None
+) -> None:
+    stream = gpu.stream("s")
+    if error is not None:
+        fake.fail("cuStreamEndCapture", error)
+    gpu.begin_capture(stream)
+    gpu.drop_capture(stream)
+    assert len(fake.called("cuStreamEndCapture")) == 1
+    assert len(fake.called("cuGraphDestroy")) == (error is None)
+    assert not fake.called("cuGraphInstantiate")
+
+
+def test_where_nothing_is_recorded_nothing_is_dropped(gpu: CudaGpu, fake: FakeDriver) -> None:
+    none = fake.real.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    fake.answers["cuStreamIsCapturing"] = (fake.real.CUresult.CUDA_SUCCESS, none)
+    gpu.drop_capture(gpu.stream("s"))
+    assert not fake.called("cuStreamEndCapture")
+
+
+def test_dropping_a_recording_reports_other_errors(gpu: CudaGpu, fake: FakeDriver) -> None:
+    stream = gpu.stream("s")
+    fake.fail("cuStreamEndCapture", "STREAM_CAPTURE_WRONG_THREAD")
+    with pytest.raises(GpuError, match=r"cuStreamEndCapture\(s\): CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD"):
+        gpu.drop_capture(stream)
+
+
+def test_on_a_lost_gpu_there_is_nothing_to_drop(gpu: CudaGpu, fake: FakeDriver) -> None:
+    """The error that says so must not be covered by another."""
+    stream = gpu.stream("s")
+    fake.fail("cuStreamSynchronize", "ILLEGAL_ADDRESS")
+    with pytest.raises(GpuError, match="ILLEGAL_ADDRESS"):
+        gpu.synchronize(stream)
+    gpu.drop_capture(stream)
+    assert not fake.called("cuStreamIsCapturing")
+
+
 # ---- what is said when something is missing
 
 

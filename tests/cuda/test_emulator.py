@@ -312,6 +312,24 @@ def test_what_cannot_be_captured_is_refused() -> None:
         gpu.end_capture(one)
 
 
+def test_a_recording_in_which_a_call_failed_gives_no_graph_and_can_be_dropped() -> None:
+    gpu = EmulatedGpu(seed=3)
+    block, stream = gpu.allocate(64, "block"), gpu.stream("s")
+    for drop in (False, True):
+        gpu.begin_capture(stream)
+        gpu.fill(block.address, 64, 2, stream)
+        gpu.spoil_capture()
+        if drop:
+            gpu.drop_capture(stream)
+            continue
+        with pytest.raises(GpuError, match="INVALIDATED"):
+            gpu.end_capture(stream)
+    gpu.drop_capture(stream)
+    gpu.fill(block.address, 64, 3, stream)
+    gpu.synchronize(stream)
+    assert ctypes.string_at(block.address, 64) == bytes([3]) * 64
+
+
 def test_elapsed_time_needs_events_that_happened() -> None:
     gpu = EmulatedGpu(seed=3)
     stream, start, end = gpu.stream("s"), gpu.event(timing=True), gpu.event(timing=True)

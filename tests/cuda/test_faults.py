@@ -43,6 +43,8 @@ def _faulty(name: str) -> Callable[..., object]:
             if not self.left:
                 if isinstance(self.fault, KeyboardInterrupt):
                     original(self, *arguments, **more)
+                else:
+                    self.spoil_capture()
                 raise self.fault
         return original(self, *arguments, **more)
 
@@ -73,13 +75,15 @@ def logits_with_repeats(
     logits: list[np.ndarray] = []
     for part, kind in ((tokens[:split], "prompt"), ([tokens[split]], "decode"), ([tokens[split + 1]], "decode")):
         before = len(sequence)
-        while True:
+        for again in (False, True):
             try:
                 result = engine.step([Chunk(sequence, part, kind, "all")])  # type: ignore[arg-type]
                 assert result is not None
                 logits.append(result.logits())
                 break
             except fault:
+                if again:
+                    raise
                 sequence.truncate(before)
     return np.concatenate(logits)
 

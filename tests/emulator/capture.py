@@ -24,13 +24,17 @@ class Entry:
 
 
 class Capture:
-    """From begin to end. Streams join by waiting for an event recorded in the capture, and have to be joined again."""
+    """From begin to end. Streams join by waiting for an event recorded in the capture, and have to be joined again.
+
+    spoiled: a call failed in it, so that no graph comes of it.
+    """
 
     def __init__(self, origin: EmulatedStream) -> None:
         self.origin = origin
         self._entries: list[Entry] = []
         self._clocks: dict[str, Clock] = {origin.key: {}}
         self._recorded: dict[int, Clock] = {}
+        self.spoiled = False
 
     def holds(self, stream: EmulatedStream) -> bool:
         return stream.key in self._clocks
@@ -54,6 +58,8 @@ class Capture:
         self._entries.append(Entry(stream.key, waits_for=entry))
 
     def finish(self) -> list[Entry]:
+        if self.spoiled:
+            raise GpuError("end_capture: CUDA_ERROR_STREAM_CAPTURE_INVALIDATED: a call has failed in it")
         end = self._clocks[self.origin.key]
         for stream, clock in self._clocks.items():
             if end.get(stream, 0) < clock.get(stream, 0):

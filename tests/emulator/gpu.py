@@ -244,9 +244,17 @@ class EmulatedGpu:
     def end_capture(self, stream: Stream) -> EmulatedGraph:
         if self._capture is None or self._capture.origin is not stream:
             raise GpuError("end_capture: this stream did not begin a capture")
-        entries = self._capture.finish()
-        self._capture = None
-        return EmulatedGraph(self, entries)
+        capture, self._capture = self._capture, None
+        return EmulatedGraph(self, capture.finish())
+
+    def drop_capture(self, stream: Stream) -> None:
+        if self._capture is not None and self._capture.origin is stream:
+            self._capture = None
+
+    def spoil_capture(self) -> None:
+        """As a call that fails does to the driver's recording."""
+        if self._capture is not None:
+            self._capture.spoiled = True
 
     def close(self) -> None:
         """Run what is queued. Memory that was not closed stays in open_memory()."""

@@ -385,7 +385,7 @@ class CudaBackend:
         """Drop what was being recorded. What was queued runs; the next pass waits for it."""
         self._batch = None
         self._given_up = True
-        self._end_capture()
+        self._drop_capture()
 
     def close(self) -> None:
         """Wait for what is queued, then release the arena and the GPU, also where that wait fails."""
@@ -395,7 +395,7 @@ class CudaBackend:
             last.callback(self._arena.close)
             for graph in self._graphs.values():
                 last.callback(graph.close)
-            self._end_capture()
+            self._drop_capture()
             self._gpu.synchronize()
 
     # ---- parts
@@ -404,7 +404,7 @@ class CudaBackend:
         """Upload a batch at its first op."""
         if batch is self._batch:
             return
-        self._end_capture()
+        self._drop_capture()
         self._gpu.synchronize(self._compute)  # the pass before has read its arrays and the staging memory
         if self._given_up and self._offload is not None:  # copies that no kernel has waited for
             self._gpu.synchronize(self._offload.copies)
@@ -423,11 +423,11 @@ class CudaBackend:
         if self._mode is not Mode.REPLAYING:
             self._device.upload(self._compute)
 
-    def _end_capture(self) -> None:
+    def _drop_capture(self) -> None:
         """Drop what a pass that was given up has left."""
         capturing, self._mode = self._mode is Mode.CAPTURING, Mode.EAGER
         if capturing:
-            self._gpu.end_capture(self._compute).close()
+            self._gpu.drop_capture(self._compute)
 
     def _tiles(self) -> int:
         """Tiles that attention is launched for: those of the longest sequence; a power of two, so that graphs are

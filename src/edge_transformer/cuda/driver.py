@@ -46,6 +46,8 @@ _REGISTRATION_REFUSED = frozenset(
     f"CUDA_ERROR_{name}"
     for name in ("NOT_SUPPORTED", "NOT_PERMITTED", "OUT_OF_MEMORY", "INVALID_VALUE", "OPERATING_SYSTEM")
 )
+# Answers to the end of a recording in which a call failed, or that was left in the middle: it has ended all the same.
+_CAPTURE_SPOILED = frozenset(f"CUDA_ERROR_STREAM_CAPTURE_{name}" for name in ("INVALIDATED", "UNJOINED"))
 
 
 _current = threading.local()
@@ -271,6 +273,20 @@ class CudaGpu:
         try:
             return CudaGraph(self, self.call("cuGraphInstantiate", graph, 0))
         finally:
+            self.release("cuGraphDestroy", graph)
+
+    def drop_capture(self, stream: Stream) -> None:
+        self._enter()
+        if self._lost:
+            return
+        handle = cast(CudaStream, stream).handle
+        if self.call("cuStreamIsCapturing", handle) == self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            return
+        status, graph = self._driver.cuStreamEndCapture(handle)
+        if status:
+            if status.name not in _CAPTURE_SPOILED:
+                self._fail(status, "cuStreamEndCapture", (stream.name,))
+        else:
             self.release("cuGraphDestroy", graph)
 
     def close(self) -> None:

@@ -150,6 +150,12 @@ class Gpu(Protocol):
 
     def end_capture(self, stream: Stream) -> Graph: ...
 
+    def drop_capture(self, stream: Stream) -> None:
+        """End recording on `stream` and forget what was recorded, also where a call that failed has spoiled it. Where
+        nothing is being recorded, nothing happens.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

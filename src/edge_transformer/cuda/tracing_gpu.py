@@ -80,6 +80,9 @@ class TracingGpu:
     def end_capture(self, stream: Stream) -> Graph:
         raise GpuError(f"end_capture({stream.name}): graphs cannot be used while a timeline is recorded")
 
+    def drop_capture(self, stream: Stream) -> None:
+        self._gpu.drop_capture(stream)
+
     # ---- reported
 
     def record(self, event: Event, stream: Stream) -> None:
