@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from gpu_linear import Bench, copy_ceiling
 from edge_transformer.cuda.delta import (
     DeltaArrays,
     DeltaParameters,
+    DeltaStage,
     GatedDelta,
     decode_order,
     piece_entries,
@@ -55,7 +57,16 @@ class Selected:
 class Pass:
     """A prompt of `prompt` rows, or a decode row of each of `sequences` sequences, through several layers."""
 
-    def __init__(self, bench: Bench, shape: DeltaShape, prompt: int, sequences: int, position: int = 64) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        shape: DeltaShape,
+        prompt: int,
+        sequences: int,
+        position: int = 64,
+        copied_after: int | None = None,
+    ) -> None:
+        """copied_after: rows of the prompt after which each layer's block is copied to the host."""
         self.bench, self.shape, self.rows, self.sequences = bench, shape, prompt or sequences, sequences
         self.layers = max(2, min(64, STATE_BYTES // (sequences * shape.block_bytes)))
         inner = shape.value_heads * shape.value_dim
@@ -72,21 +83,23 @@ class Pass:
         table = states + np.arange(self.layers * sequences, dtype=np.int64) * shape.block_bytes
         tables = bench.put(table, "tables")
         row_sequence = np.arange(sequences, dtype=np.int32) if not prompt else np.zeros(prompt, np.int32)
-        spans = [PromptSpan(0, prompt, position, 0)] if prompt else []
-        listed = pieces(spans, piece_entries(self.rows, sequences))
+        cut = prompt if copied_after is None else copied_after
+        spans = [PromptSpan(0, cut, position, 0)] if prompt else []
+        spans += [PromptSpan(cut, prompt - cut, position + cut, 0)] if cut < prompt else []
+        listed, bounds = pieces([[span] for span in spans], piece_entries(self.rows, sequences))
+        host = 0 if copied_after is None else bench.gpu.allocate_host(shape.block_bytes, "a copy").address
         positions = np.full(self.rows, position, np.int32)
         starts, following = decode_order(positions, row_sequence, prompt, self.rows)
-        shared = (
-            bench.put(np.array([prompt, self.rows, sequences, 0], np.int32), "counts"),
-            bench.put(listed, "pieces"),
-            int(np.count_nonzero(listed[:, 1])),
-            bench.put(starts, "starts"),
-            bench.put(following, "next"),
-            0 if prompt else sequences,
-        )
-        self.arrays = [
-            DeltaArrays(*shared, tables + layer * sequences * 8, sequences, prompt) for layer in range(self.layers)
-        ]
+        counts = bench.put(np.array([prompt, self.rows, sequences, 0], np.int32), "counts")
+        listed_at = bench.put(listed, "pieces")
+        decodes = bench.put(starts, "starts"), bench.put(following, "next"), 0 if prompt else sequences
+        self.arrays = []
+        for layer in range(self.layers):
+            stages = [DeltaStage(first, count) for first, count in bounds]
+            if copied_after is not None:
+                stages[0] = replace(stages[0], copies=((host, int(table[layer * sequences])),))
+            states = tables + layer * sequences * 8
+            self.arrays.append(DeltaArrays(counts, listed_at, stages, *decodes, states, sequences, prompt))
         self.workspace = bench.empty(workspace_bytes(shape, self.rows, sequences), "workspace")
 
     def vector(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> Tensor:
@@ -128,6 +141,10 @@ def prompt(bench: Bench, shape: DeltaShape) -> None:
         speed = rows * flops_of_row(shape) / took
         print(f"{rows:4d} rows: {1e6 * took:7.1f} us a layer ({parts}), {speed / 1e12:.1f} TFLOP/s")
         bench.free()
+        for after in {rows - 64, rows} - {0}:
+            took = Pass(bench, shape, rows, 1, copied_after=after).seconds()
+            print(f"          {1e6 * took:7.1f} us a layer with a copy to the host after {after} rows")
+            bench.free()
 
 
 def flops_of_row(shape: DeltaShape) -> float:

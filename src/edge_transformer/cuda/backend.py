@@ -36,7 +36,7 @@ from edge_transformer.cuda.runtime import Event, Gpu, Graph, Memory, Stream
 from edge_transformer.cuda.streamed_head import StreamedHead
 from edge_transformer.formats.weight import Weight, round_up
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
-from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch, prompt_stages
+from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
 from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor, array_at
 
 KV_BUFFERS = 2
@@ -463,7 +463,7 @@ class CudaBackend:
                 count,
                 tuple((int(copy.addresses[shape.layer]), int(blocks[copy.sequence])) for copy in stage.checkpoints),
             )
-            for (first, count), stage in zip(self._device.piece_stages, prompt_stages(batch), strict=True)
+            for (first, count), stage in zip(self._device.piece_stages, self._device.prompt_stages, strict=True)
         ]
 
     def _attend(

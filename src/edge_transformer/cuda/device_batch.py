@@ -15,7 +15,7 @@ from edge_transformer.cuda.attention import query_block_entries, query_blocks
 from edge_transformer.cuda.delta import PIECE_INTS, START_INTS, decode_order, piece_entries, pieces
 from edge_transformer.cuda.runtime import Gpu, Memory, Stream
 from edge_transformer.formats.weight import round_up
-from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch, prompt_stages
+from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch, PromptStage, prompt_stages
 from edge_transformer.ops.tensor import array_at
 
 PROMPT_BUCKET_STEP = 64
@@ -56,7 +56,7 @@ class DeviceBatch:
     tile_table(layer)   int64 [sequences, tile_stride]: addresses of KV tiles, 0 where freed
 
     Where the model is recurrent also:
-    pieces        int32 [entries, 8] as delta.pieces makes them of the stages of the prompt rows
+    pieces        int32 [entries, 8] as delta.pieces makes them of `prompt_stages`, (first, count) in `piece_stages`
     decode_starts, decode_next   int32 [rows, 4], [rows] as delta.decode_order makes them
     state_table(layer)  int64 [sequences]: addresses of blocks of recurrent state
     """
@@ -70,6 +70,7 @@ class DeviceBatch:
         self._address = address
         self.tile_stride = capacity.tiles
         self.prompt_rows = self.rows = self.sequences = self.logit_rows_count = self.query_block_count = 0
+        self.prompt_stages: tuple[PromptStage, ...] = ()
         self.piece_stages: list[tuple[int, int]] = []
         self.last_position = 0
         logit_counts = np.zeros((MAX_LOGIT_ROWS, 4), np.int32)
@@ -191,8 +192,9 @@ class DeviceBatch:
 
     def _stage_recurrent(self, batch: Batch) -> None:
         capacity = self._capacity
-        stages = [stage.spans for stage in prompt_stages(batch)]
-        listed, self.piece_stages = pieces(stages, piece_entries(capacity.rows, capacity.sequences))
+        self.prompt_stages = prompt_stages(batch)
+        spans = [stage.spans for stage in self.prompt_stages]
+        listed, self.piece_stages = pieces(spans, piece_entries(capacity.rows, capacity.sequences))
         starts, following = decode_order(batch.positions, batch.row_sequence, batch.prompt_rows, capacity.rows)
         self._put("pieces", listed)
         self._put("decode_starts", starts)

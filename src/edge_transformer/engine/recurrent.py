@@ -94,15 +94,14 @@ class RecurrentState:
     @property
     def checkpoints(self) -> dict[int, Bytes]:
         """The state on the host after so many tokens. Waits for passes that have not ended."""
-        while self._landed:
-            position = next(iter(self._landed))
-            self._checkpoints[position] = self._landed[position].take()
-            del self._landed[position]
+        self._arrive()
         return self._checkpoints
 
     def prepare(self) -> None:
         """Have the blocks in place for a pass. Raises CapacityError when the memory is refused."""
         self._expected = {}  # of a pass that was not begun
+        if self._landed:
+            self._arrive()
         if self._allocation is None:
             self._allocation = self.shape.memory.allocate(self.shape.nbytes)
         if self._pending is not None:
@@ -201,6 +200,11 @@ class RecurrentState:
         self._checkpoints, self._landed, self._expected = {}, {}, {}
         if allocation is not None:
             allocation.close()
+
+    def _arrive(self) -> None:
+        for position in list(self._landed):
+            self._checkpoints[position] = self._landed[position].take()
+            del self._landed[position]
 
     def _within_budget(self, positions: Sequence[int]) -> list[int]:
         """Those of `positions` that are to be kept, in ascending order."""
