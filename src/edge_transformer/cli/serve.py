@@ -114,7 +114,7 @@ def command(
 
     def open_model() -> Any:
         with progress_bar() as progress:
-            llm = load_model(model, options, progress, sequences=parallel)
+            llm = load_model(model, options, progress, sequences=parallel, kv_bytes=kv_budget)
         if llm.plan is not None:
             note(ledger(llm.plan))
         return llm
@@ -139,9 +139,6 @@ def _kv_budget(llm: Any, asked: int | None) -> int:
     from edge_transformer.cli.expectation import available_memory
 
     planned = dict(llm.plan.ledger)["KV cache"] if llm.plan is not None and llm.plan.kv == "gpu" else None
-    if planned is None:
-        budget = available_memory() // 2 if asked is None else asked
-    else:
-        budget = planned if asked is None else min(asked, planned)
+    budget: int = planned or asked or available_memory() // 2
     note(f"KV caches: up to {size(budget)}{'' if planned is None else ' on the GPU'}")
     return budget
