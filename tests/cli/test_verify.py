@@ -220,7 +220,7 @@ def test_every_link_of_the_cpu_can_fail() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator as the GPU of this machine."""
     monkeypatch.setattr(material, "QUICK_TOKENS", (40, 70))
-    monkeypatch.setattr(conversation, "TEXT", conversation.TEXT[:120])
+    monkeypatch.setattr(conversation, "TEXT", conversation.TEXT[:200])
     monkeypatch.setattr(
         driver, "CudaGpu", lambda ordinal, forced=None, **_: EmulatedGpu(0, capability=forced or (8, 0))
     )

@@ -12,7 +12,7 @@ from functools import partial
 from edge_transformer.engine.generation import Generation, Stream
 from edge_transformer.engine.llm import LLM
 from edge_transformer.engine.sampling import GenerationConfig
-from edge_transformer.errors import CapacityError
+from edge_transformer.errors import CapacityError, ContextLengthError
 from edge_transformer.hub.progress import Progress
 from edge_transformer.verify.link import Link, Outcome, judged, not_run
 from edge_transformer.verify.material import TEXT
@@ -41,7 +41,7 @@ def conversation_links(
                 prompt, ours = calls(llm)
             progress("the second one from nothing", 1, 2)
             return _compared(from_nothing(prompt, progress), ours, bound)
-        except CapacityError as error:
+        except (CapacityError, ContextLengthError) as error:
             return not_run(str(error))
 
     yield Link(f"{name}, second call that goes on", partial(run, _goes_on, TOP10_BOUND))
@@ -61,7 +61,7 @@ def without_kept(llm: LLM, prompt: str) -> Generation:
 
 def _goes_on(llm: LLM) -> tuple[str, Generation]:
     """What was an answer is part of the second prompt: its state was made token by token."""
-    beginning = TEXT[: len(TEXT) // 2]
+    beginning = TEXT[: TEXT.rindex(".", 0, len(TEXT) * 2 // 3) + 1]  # an answer's first token joins no word
     prompt = f"{beginning}{llm.generate(beginning, CONFIG, raw=True).text} And then? {TEXT[-200:]}"
     return prompt, llm.generate(prompt, CONFIG, raw=True)
 
