@@ -211,6 +211,9 @@ def test_a_fault_of_the_engine_is_told_to_all(llm: LLM, monkeypatch: pytest.Monk
     def fail(*arguments: object) -> None:
         raise NumericError("NaN after layer 1")
 
+    # A GPU that has failed does not take its memory back either.
+    monkeypatch.setattr(scheduler.memory, "give_back", fail)
+
     _, running = submit(scheduler, [1, 2, 3], GenerationConfig(max_tokens=1000, ignore_eos=True))
     running.first.wait(30)
     monkeypatch.setattr(llm.engine, "step", fail)

@@ -12,7 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from edge_transformer.engine.answer import Answer, Constraint, FloatArray, Piece
@@ -223,20 +225,21 @@ class Scheduler:
                 self._failed(error)
 
     def _end(self, error: Exception) -> None:
-        """Tell all requests, and give their memory back."""
+        """Tell all requests, and give their memory back, as far as an engine that may have failed takes it."""
         with self._wake:
             self.failure = error
             arrived, self._arrived = self._arrived, []
         requests = dict.fromkeys([*(live.request for live in (*self._live, *self._waiting)), *arrived])
-        for live in (*self._live, *self._waiting):
-            self._close(live)
-        self._live.clear()
-        self._waiting.clear()
-        self._cache.clear()
-        self.memory.release_spare()
         for request in requests:
             if not request.cancelled:
                 request.listener.failed(error)
+        left = [*self._live, *self._waiting]
+        self._live.clear()
+        self._waiting.clear()
+        give_back: list[Callable[[], None]] = [partial(self._close, live) for live in left]
+        for call in (*give_back, self._cache.clear, self.memory.release_spare):
+            with suppress(EdgeTransformerError):
+                call()
 
     def _next_round(self) -> bool:
         """One pass, or a wait for something to do; False when the thread is to end."""
