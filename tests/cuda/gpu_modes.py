@@ -1,6 +1,8 @@
 """Tiny models in every placement on a real GPU, one line per model and path: python tests/cuda/gpu_modes.py
 
-    --only NAME     one model, in this process; --tokens N of its longest prompt, --every N: one of N placements
+    --only NAME     one model, in this process; --tokens N of its longest prompt
+    --every N       one of N placements (default 5: each check its own fifth, of which 22 checks see every placement)
+    --at-once N     processes, which take turns on the GPU (default 8)
     --short         five placements, one way of feeding each (for compute-sanitizer, which is slow)
     --plain         the path of cards without tensor cores only; --tensor the card's own only (default: both)
 
@@ -12,6 +14,7 @@ GPU. Ends with status 1 when a check failed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -68,28 +71,42 @@ CHECKED = (
 BOUND = 1e-5
 """Of |difference of logits| over max(1, largest |logit|), on a GPU as on the CPU."""
 
-WAYS = (Way(512), Way(37), Way(64), Way(128), Way(64, 2), Way(37, 3, 2), Way(128, 3))
+WAYS = (
+    Way(512),
+    Way(37, every_row=False),
+    Way(64, every_row=False),
+    Way(128),
+    Way(64, 2, every_row=False),
+    Way(37, 3, 2),
+    Way(128, 3, every_row=False),
+)
 RECURRENT_WAYS = tuple(replace(way, chunk=round_up(way.chunk, DELTA_CHUNK_POSITIONS)) for way in WAYS)
 """Of models with recurrent state: their bits depend on where prompts are cut, and the engine cuts on these borders."""
 
 CONTEXT = 1024
+EVERY = 5
+"""No divisor of the number of choices of anything in a placement: each choice comes up in each part of them."""
+AT_ONCE = 8
 LIMIT_S = 85
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Placements of a variant are compared with each other; every `every`-th of them is."""
+    """Placements of a variant are compared with each other, every `every`-th of those that the check has; and ways of
+    feeding the first, every `every_way`-th.
+    """
 
     name: str
     kv_dtype: DType = DType.F32
     fast_prefill: bool = False
     every: int = 1
+    every_way: int = 1
 
 
 VARIANTS = (
     Variant("f32 KV"),
-    Variant("bf16 KV", DType.BF16, every=9),
-    Variant("fast prefill", fast_prefill=True, every=9),
+    Variant("bf16 KV", DType.BF16, every=5, every_way=2),
+    Variant("fast prefill", fast_prefill=True, every=5, every_way=2),
 )
 
 
@@ -117,9 +134,10 @@ class TinyOnGpu:
 
 
 def check(name: str, capability: tuple[int, int] | None, tokens: int, every: int, short: bool) -> bool:
-    lengths = [(max(tokens // 8, 8), max(tokens // 30, 4)), (tokens, 7), (max(tokens // 12, 6), max(tokens // 25, 3))]
+    lengths = [(max(tokens // 8, 8), max(tokens // 70, 4)), (tokens, 5), (max(tokens // 12, 6), max(tokens // 80, 3))]
     prompts = random_prompts(lengths, 131)
     gpu = KeptGpu(forced_capability=capability)
+    part = CHECKED.index(name) + (0 if capability is None else len(CHECKED))
     findings, exact = Findings(), list[Logits]()
     ways = RECURRENT_WAYS if "linear_num_value_heads" in MODELS[name].config else WAYS
     started = time.perf_counter()
@@ -132,11 +150,11 @@ def check(name: str, capability: tuple[int, int] | None, tokens: int, every: int
             reference = model.logits(first, variant, prompts, ways[0])
             if variant is VARIANTS[0]:
                 exact = reference
-            for way in () if short else ways[1:]:
+            for way in () if short else ways[1 :: variant.every_way]:
                 findings.compare(
                     f"{variant.name}: {way}", True, reference, model.logits(first, variant, prompts, way), BOUND
                 )
-            some = placements(layers, first.wishes.budget_bytes)[:: every * variant.every]
+            some = placements(layers, first.wishes.budget_bytes)[part % every :: every * variant.every]
             for number, placement in enumerate(short_placements(first.wishes.budget_bytes) if short else some):
                 way = ways[number % len(ways)]
                 logits = model.logits(placement, variant, prompts, way)
@@ -169,7 +187,8 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--tensor", action="store_true")
     parser.add_argument("--tokens", type=int, default=700)
-    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--every", type=int, default=EVERY)
+    parser.add_argument("--at-once", type=int, default=AT_ONCE)
     parser.add_argument("--short", action="store_true")
     arguments = parser.parse_args()
     if arguments.only:
@@ -179,7 +198,7 @@ def main() -> int:
     size = ["--tokens", str(arguments.tokens), "--every", str(arguments.every)]
     size += ["--short"] * arguments.short
     checks = [["--only", name, *path, *size] for path in more for name in CHECKED]
-    return 0 if run_side_by_side(__file__, checks, LIMIT_S) else 1
+    return 0 if run_side_by_side(__file__, checks, LIMIT_S, min(arguments.at_once, len(os.sched_getaffinity(0)))) else 1
 
 
 if __name__ == "__main__":

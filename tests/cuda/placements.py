@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -98,11 +98,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How prompts are fed: prompt rows and decode rows of a sequence in a pass, sequences in a pass."""
+    """How prompts are fed: prompt rows and decode rows of a sequence in a pass, sequences in a pass. every_row: logits
+    are read of prompt rows too that are not the last of their chunk.
+    """
 
     chunk: int
     together: int = 1
     decode_rows: int = 1
+    every_row: bool = True
 
 
 def random_prompts(lengths: Sequence[tuple[int, int]], vocabulary: int, seed: int = 1) -> list[Prompt]:
@@ -112,15 +115,18 @@ def random_prompts(lengths: Sequence[tuple[int, int]], vocabulary: int, seed: in
 
 
 def feed(engine: Engine, prompts: Sequence[Prompt], way: Way) -> list[Logits]:
-    """Logits [tokens, V] of each prompt. Shorter ones, fed beside a longer one, decode beside its prompt chunks."""
+    """Logits [tokens, V] of each prompt, NaN in rows that were not read. Shorter prompts, fed beside a longer one,
+    decode beside its prompt chunks.
+    """
     sequences = [engine.new_sequence() for _ in prompts]
     logits = [np.full((len(p.tokens), engine.config.vocab_size), np.nan, np.float32) for p in prompts]
     while waiting := [i for i, prompt in enumerate(prompts) if len(sequences[i]) < len(prompt.tokens)]:
         turn = waiting[: way.together]
         starts = [len(sequences[i]) for i in turn]
+        parts = [_next_part(prompts[i], start, way) for i, start in zip(turn, starts, strict=True)]
         chunks = [
-            Chunk(sequences[i], *_next_part(prompts[i], start, way), "all")
-            for i, start in zip(turn, starts, strict=True)
+            Chunk(sequences[i], tokens, kind, "all" if way.every_row or kind == "decode" else "last")
+            for i, (tokens, kind) in zip(turn, parts, strict=True)
         ]
         result = engine.step(chunks)
         assert result is not None
@@ -131,7 +137,7 @@ def feed(engine: Engine, prompts: Sequence[Prompt], way: Way) -> list[Logits]:
     return logits
 
 
-def _next_part(prompt: Prompt, start: int, way: Way) -> tuple[list[int], str]:
+def _next_part(prompt: Prompt, start: int, way: Way) -> tuple[list[int], Literal["prompt", "decode"]]:
     split = len(prompt.tokens) - prompt.decoded
     if start < split:
         return prompt.tokens[start : min(start + way.chunk, split)], "prompt"
@@ -147,8 +153,11 @@ class Findings:
     faults: list[str] = field(default_factory=list)
 
     def compare(self, what: str, exact: bool, first: Sequence[Logits], logits: Sequence[Logits], bound: float) -> None:
-        """Bits equal; or, where not exact, within `bound` and the likeliest token the same but for near ties."""
+        """Of the rows that were read: bits equal; or, where not exact, within `bound` and the likeliest token the same
+        but for near ties.
+        """
         self.compared += 1
+        first, logits = zip(*map(_read_rows, first, logits), strict=True)
         error = relative_error(first, logits)
         if exact:
             if not all(map(np.array_equal, first, logits)):
@@ -165,6 +174,13 @@ def relative_error(expected: Sequence[Logits], got: Sequence[Logits]) -> float:
     """Largest |difference| over max(1, largest |logit|); NaN where one is."""
     largest = max(1.0, *(float(np.abs(logits).max()) for logits in expected))
     return max(float(np.abs(a - b).max()) for a, b in zip(expected, got, strict=True)) / largest
+
+
+def _read_rows(first: Logits, logits: Logits) -> tuple[Logits, Logits]:
+    """Of both, the rows that were read into `logits`: the last one is always; the engine refuses to read a NaN."""
+    read = ~np.isnan(logits[:, 0])
+    assert read[-1]
+    return first[read], logits[read]
 
 
 def _other_ids(expected: Logits, got: Logits) -> bool:
