@@ -6,7 +6,7 @@
     python benchmarks/gpu_linear.py gemm            useful TFLOP/s of the GEMM per format (2 * rows * cols * tokens)
     python benchmarks/gpu_linear.py error           largest error over the largest |y|, against fp64
     python benchmarks/gpu_linear.py layers          the linear ops and norms of a 1.04 B Llama shape, one decode row
-    python benchmarks/gpu_linear.py sweep           GEMV: rows per warp and steps loaded ahead
+    python benchmarks/gpu_linear.py sweep           GEMV: rows per warp, steps loaded ahead, threads, blocks, slices
     options: --format Q8_0 ...  --tokens 512  --plain (the sm_75 path)
 
 Weights are random, larger than the caches and different from launch to launch. Times are of replayed graphs, between
@@ -18,13 +18,16 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer.cuda import linear
+from edge_transformer.cuda import gemv_shape, linear
 from edge_transformer.cuda.driver import CudaGpu
 from edge_transformer.cuda.elementwise import ElementwiseOps
+from edge_transformer.cuda.gemm_shape import gemm_workspace_bytes
+from edge_transformer.cuda.gemv_shape import GEMV_BATCHES, GemvCut, GemvShape
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.cuda.runtime import Memory
@@ -100,7 +103,7 @@ class Bench:
     def products(self, fast_prefill: bool = False, rows: int = 0, cols: int = 0) -> LinearOps:
         """With workspace for `rows` prompt rows of `cols` columns."""
         ops = LinearOps(self.gpu, fast_prefill)
-        nbytes = linear.gemm_workspace_bytes(rows, cols, self.gpu.properties.capability, fast_prefill)
+        nbytes = gemm_workspace_bytes(rows, cols, self.gpu.properties.capability, fast_prefill)
         if nbytes:
             ops.reserve(self.empty(nbytes, "workspace"), nbytes)
         return ops
@@ -176,13 +179,13 @@ def copy_ceiling(bench: Bench) -> float:
 def gemv(bench: Bench, formats: Sequence[WeightFormat]) -> None:
     ceiling = copy_ceiling(bench)
     print(f"copies within device memory: {ceiling / 1e12:.2f} TB/s")
-    print(f"{'GB/s of weights, by rows of x':32s}" + "".join(f"{batch:>16d}" for batch in linear.GEMV_BATCHES))
+    print(f"{'GB/s of weights, by rows of x':32s}" + "".join(f"{batch:>16d}" for batch in GEMV_BATCHES))
     for weight_format in formats:
         for rows, cols in ((65536, 4096), (16384, 12288), (1536, 1536)):
             count = max(1, (512 << 20) // packed_layout(weight_format, rows, cols).nbytes)
             weights = [bench.weight(weight_format, rows, cols) for _ in range(min(count, 256))]
             figures = ""
-            for batch in linear.GEMV_BATCHES:
+            for batch in GEMV_BATCHES:
                 x, out, live = bench.tensor(batch, cols), bench.output(batch, rows), bench.rows(0, batch)
                 speed = gemv_speed(bench, weights, x, out, live)
                 figures += f"{speed / 1e9:10.0f} {100 * speed / ceiling:4.0f}%"
@@ -200,43 +203,60 @@ def gemv_speed(bench: Bench, weights: list[Weight], x: Tensor, out: Tensor, live
     return sum(weight_bytes(weight.layout) for weight in weights) / bench.seconds(launch, 2)
 
 
-SWEEP_SHAPES = ((1536, 1536), (4096, 4096), (28672, 4096), (4096, 14336))
-SWEEP_THREADS = ((1, 128), (1, 256), (8, 256), (8, 512))  # by rows of x
-SWEEP_ROWS_AHEAD = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
+SWEEP_SHAPES = ((1536, 1536), (4096, 4096), (14336, 4096), (4096, 14336))
+SWEEP_CUTS = {  # by rows of x: weight rows of a warp, ahead, threads, blocks, room for blocks
+    1: ((4, 1, 256, 2, 3), (4, 2, 256, 2, 2), (4, 2, 512, 1, 1), (2, 2, 256, 2, 3), (1, 4, 256, 3, 3)),
+    8: ((4, 1, 256, 1, 1), (4, 2, 256, 1, 1), (2, 2, 256, 1, 1), (2, 1, 512, 1, 1)),
+}
+SWEEP_SLICE_BITS = (2, 1, 3)
 
 
 def sweep(bench: Bench, formats: Sequence[WeightFormat]) -> None:
-    usual, capability = linear.gemv_shape, bench.gpu.properties.capability
-
-    def shapes(weight_format: WeightFormat, batch: int, threads: int) -> list[linear.GemvShape]:
-        chunk = usual(weight_format, capability, batch, False, True).chunk
-        fitting = [(rows, ahead) for rows, ahead in SWEEP_ROWS_AHEAD if rows * ahead * batch <= 32]
-        return [linear.GemvShape(rows, ahead, threads, chunk) for rows, ahead in fitting]
-
+    """GB/s of each shape of the GEMV, with the usual slices; then of the first with fewer slices and more."""
+    shapes = {batch: [GemvShape(*cut) for cut in cuts] for batch, cuts in SWEEP_CUTS.items()}
     bench.gpu.prepare(
         [
-            linear.gemv_source(weight_format, shape, batch, False, False)
+            gemv_shape.gemv_source(weight_format, shape, batch, False, False)
             for weight_format in formats
-            for batch, threads in SWEEP_THREADS
-            for shape in shapes(weight_format, batch, threads)
+            for batch, of_batch in shapes.items()
+            for shape in of_batch
         ]
     )
     for weight_format in formats:
         for rows, cols in SWEEP_SHAPES:
-            count = max(1, (512 << 20) // packed_layout(weight_format, rows, cols).nbytes)
-            weights = [bench.weight(weight_format, rows, cols) for _ in range(min(count, 256))]
-            for batch, threads in SWEEP_THREADS:
-                x, out, live = bench.tensor(batch, cols), bench.output(batch, rows), bench.rows(0, batch)
+            count = max(1, TABLE_WEIGHTS // packed_layout(weight_format, rows, cols).nbytes)
+            weights = [bench.weight(weight_format, rows, cols) for _ in range(min(count, 24))]
+            for batch, of_batch in shapes.items():
                 figures = ""
-                for shape in shapes(weight_format, batch, threads):
-                    linear.gemv_shape = lambda *_, shape=shape: shape
-                    speed = gemv_speed(bench, weights, x, out, live)
-                    figures += f" {shape.rows}x{shape.ahead} {speed / 1e9:5.0f},"
-                print(
-                    f"{weight_format.value} {rows} x {cols} for {batch}, {threads} threads, rows x ahead:{figures[:-1]}"
-                )
-            linear.gemv_shape = usual
+                for shape in of_batch:
+                    figures += f"  {shape.rows}/{shape.ahead}/{shape.threads}x{shape.blocks}/{shape.room}"
+                    figures += f" {sweep_speed(bench, weights, batch, shape, None):4.0f}"
+                for slice_bits in SWEEP_SLICE_BITS:
+                    figures += f"  slices {1 << slice_bits}"
+                    figures += f" {sweep_speed(bench, weights, batch, of_batch[0], slice_bits):4.0f}"
+                print(f"{weight_format.value:6s} {rows:5d} x {cols:5d}, {batch}:{figures}", flush=True)
             bench.free()
+
+
+def sweep_speed(bench: Bench, weights: list[Weight], batch: int, shape: GemvShape, slice_bits: int | None) -> float:
+    """GB/s with one shape, and with so many slices where the shared memory has room for them."""
+    rows, cols = weights[0].layout.rows, weights[0].layout.cols
+    x, out, live = bench.tensor(batch, cols), bench.output(batch, rows), bench.rows(0, batch)
+    usual_shape, usual_cut = linear.gemv_shape, linear.gemv_cut
+
+    def cut_of(*facts: Any) -> GemvCut:
+        cut = usual_cut(*facts)
+        if slice_bits is None:
+            return cut
+        return GemvCut(slice_bits, cut.chunk_rounds << cut.slice_bits >> slice_bits)
+
+    if cut_of(weights[0].layout.format, bench.gpu.properties.capability, batch, cols).chunk_rounds == 0:
+        return 0.0
+    linear.gemv_shape, linear.gemv_cut = lambda *_: shape, cut_of
+    try:
+        return gemv_speed(bench, weights, x, out, live) / 1e9
+    finally:
+        linear.gemv_shape, linear.gemv_cut = usual_shape, usual_cut
 
 
 def gemm(bench: Bench, formats: Sequence[WeightFormat], tokens: int) -> None:

@@ -14,7 +14,9 @@ import pytest
 from cpu.made_weights import MadeWeight, make_weight
 from cuda.device_pass import F32, DevicePass
 from edge_transformer.cuda import linear
-from edge_transformer.cuda.linear import LinearOps, gemm_workspace_bytes, gemv_shape
+from edge_transformer.cuda.gemm_shape import gemm_workspace_bytes
+from edge_transformer.cuda.gemv_shape import GemvShape, gemv_cut, unit_columns
+from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.formats.weight import FORMATS, Weight, WeightFormat, packed_layout
 from edge_transformer.ops.contracts import CONTRACTS
 from edge_transformer.ops.tensor import Tensor
@@ -104,7 +106,8 @@ def test_rows_do_not_depend_on_their_company(capability: tuple[int, int], weight
 @pytest.mark.parametrize("weight_format", [WeightFormat.BF16, WeightFormat.Q4_0, WeightFormat.Q8_0])
 def test_more_columns_than_shared_memory_takes(weight_format: WeightFormat, tokens: int) -> None:
     ops, rng = Ops(PLAIN), np.random.default_rng()
-    cols = gemv_shape(weight_format, PLAIN, tokens, False, False).chunk + 96
+    cut = gemv_cut(weight_format, PLAIN, tokens, 1 << 20)
+    cols = (cut.chunk_rounds << cut.slice_bits) * 32 * unit_columns(weight_format) + 96
     made = make_weight(weight_format, 3, cols, rng)
     x = random(tokens, cols)
     assert_close(ops.product(ops.at.weight(made.weight), x, prompt=0), made, x)
@@ -150,6 +153,29 @@ def test_more_weight_rows_than_blocks_take_at_once(weight_format: WeightFormat, 
             assert_close(got, one, x)
             part = one.weight.layout.rows // 2
             assert np.array_equal(got[:part], ops.product(weight, x, prompt=0)[:part])
+
+
+@pytest.mark.parametrize("cols", [3072, 4096 + 256])
+@pytest.mark.parametrize(
+    "weight_format", [WeightFormat.BF16, WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.I4_G64, WeightFormat.Q6_K]
+)
+def test_slices_of_the_columns(weight_format: WeightFormat, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several warps share a row: whatever their blocks, rows and company, the same bits."""
+    ops, rng = Ops((9, 0)), np.random.default_rng()
+    slice_bits = gemv_cut(weight_format, (9, 0), 1, cols).slice_bits
+    assert slice_bits == gemv_cut(weight_format, (9, 0), 8, cols).slice_bits == 2 or cols > 4096
+    made = make_weight(weight_format, 37, cols, rng)
+    weight, x = ops.at.weight(made.weight), random(8, cols)
+    usual = ops.product(weight, x, prompt=0)
+    assert_close(usual, made, x)
+    for tokens, shape in (
+        (1, GemvShape(4, 1, 128, 1, 1)),
+        (2, GemvShape(2, 4, 256, 1, 1)),
+        (8, GemvShape(1, 2, 256, 2, 2)),
+    ):
+        monkeypatch.setattr(linear, "gemv_shape", lambda *_, shape=shape: shape)
+        assert np.array_equal(ops.product(weight, x[:tokens], prompt=0), usual[:tokens])
+    assert np.array_equal(ops.product(ops.at.weight(made.weight), x[3:4], prompt=0), usual[3:4])
 
 
 FORMATS_OF_TILES = [WeightFormat.BF16, WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q5_K, WeightFormat.Q6_K]

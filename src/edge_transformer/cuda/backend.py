@@ -30,8 +30,9 @@ from edge_transformer.cuda.delta import sources as delta_sources
 from edge_transformer.cuda.delta import workspace_bytes as delta_workspace_bytes
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, DeviceBatch
 from edge_transformer.cuda.elementwise import ElementwiseOps
+from edge_transformer.cuda.gemm_shape import gemm_workspace_bytes
 from edge_transformer.cuda.launch_rows import LaunchRows
-from edge_transformer.cuda.linear import LinearOps, gemm_workspace_bytes
+from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.cuda.runtime import Event, Gpu, Graph, Memory, Stream
 from edge_transformer.cuda.streamed_head import StreamedHead
 from edge_transformer.formats.weight import Weight, round_up

@@ -61,31 +61,56 @@ struct RowPlanes {
   const uint8_t* extra;
 };
 
+// Bytes from one row of a plane to the next.
+struct RowPitches {
+  int64_t codes, high, scales, extra;
+};
+
+template <Format F>
+ETE_DEVICE RowPitches row_pitches(int cols) {
+  RowPitches pitches;
+  pitches.codes = pitches.high = pitches.scales = pitches.extra = 0;
+  if constexpr (is_float(F)) {
+    pitches.codes = row_pitch(static_cast<int64_t>(cols) * (code_bytes(F) / kGroup));
+  } else {
+    const int64_t groups = cols / kGroup;
+    pitches.codes = row_pitch(groups * code_bytes(F));
+    if constexpr (high_words(F) > 0) pitches.high = row_pitch(groups * (4 * high_words(F)));
+    // K formats: 16 bytes for 8 groups
+    pitches.scales = row_pitch(F == Format::I8_ROW ? 4 : groups / groups_of_scale(F) * 2);
+    if constexpr (F == Format::Q4_1 || F == Format::Q5_1) pitches.extra = row_pitch(groups * 2);
+    if constexpr (F == Format::Q6_K) pitches.extra = row_pitch(groups / 8 * 2);
+  }
+  return pitches;
+}
+
+// The planes `rows` rows further on.
+template <Format F>
+ETE_DEVICE RowPlanes rows_on(const RowPlanes& planes, int rows, int cols) {
+  const RowPitches pitches = row_pitches<F>(cols);
+  RowPlanes on = planes;
+  on.codes = planes.codes + rows * pitches.codes;
+  if constexpr (high_words(F) > 0) on.high = planes.high + rows * pitches.high;
+  if constexpr (!is_float(F)) on.scales = planes.scales + rows * pitches.scales;
+  if constexpr (F == Format::Q4_1 || F == Format::Q5_1 || F == Format::Q6_K) {
+    on.extra = planes.extra + rows * pitches.extra;
+  }
+  return on;
+}
+
 // `second`, `third`, `fourth`: bytes from the weight's address to the planes after the first, in the order of
 // formats/weight.py.
 template <Format F>
 ETE_DEVICE RowPlanes row_planes(const uint8_t* weight, int64_t second, int64_t third, int64_t fourth, int row,
                                 int cols) {
   RowPlanes planes;
-  const int64_t r = row;
-  if constexpr (is_float(F)) {
-    planes.codes = weight + r * row_pitch(static_cast<int64_t>(cols) * (code_bytes(F) / kGroup));
-  } else {
-    const int64_t groups = cols / kGroup;
-    planes.codes = weight + r * row_pitch(groups * code_bytes(F));
-    const uint8_t* scales = weight + second;
-    const uint8_t* extra = weight + third;
-    if constexpr (high_words(F) > 0) {
-      planes.high = weight + second + r * row_pitch(groups * (4 * high_words(F)));
-      scales = weight + third;
-      extra = weight + fourth;
-    }
-    // K formats: 16 bytes for 8 groups
-    planes.scales = scales + r * row_pitch(F == Format::I8_ROW ? 4 : groups / groups_of_scale(F) * 2);
-    if constexpr (F == Format::Q4_1 || F == Format::Q5_1) planes.extra = extra + r * row_pitch(groups * 2);
-    if constexpr (F == Format::Q6_K) planes.extra = extra + r * row_pitch(groups / 8 * 2);
+  planes.codes = weight;
+  if constexpr (!is_float(F)) {
+    planes.high = weight + second;
+    planes.scales = weight + (high_words(F) > 0 ? third : second);
+    planes.extra = weight + (high_words(F) > 0 ? fourth : third);
   }
-  return planes;
+  return rows_on<F>(planes, row, cols);
 }
 
 // ---- codes
