@@ -22,6 +22,7 @@ from server.tiny_server import submit, write_chat_model
 
 ROWS = 80
 PROMPTS = [list(range(5, 75)), list(range(40, 45)), list(range(5, 40)), [7]]
+PROMPTS += [[number, number + 1] for number in range(10, 17)]
 
 
 def answer_alone(engine: Engine, prompt: list[int], count: int) -> list[int]:
@@ -39,21 +40,26 @@ def answer_alone(engine: Engine, prompt: list[int], count: int) -> list[int]:
         logits = result.logits()[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("mode", ["all resident", "all streamed, KV cache on the host"])
-def test_answers_are_those_given_alone(tmp_path: Path, family: str, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "family", "sequences"), [
+    ("all resident", "llama", 3),
+    ("all resident", "qwen3_5", 3),
+    ("all streamed, KV cache on the host", "qwen3_5", 3),
+    ("all streamed, output projection too", "llama", 11),
+])  # fmt: skip
+def test_answers_are_those_given_alone(tmp_path: Path, mode: str, family: str, sequences: int) -> None:
     checkpoint = open_checkpoint(write_chat_model(tmp_path / family, family, context=256))
     spec = read_model(checkpoint)
     text = load_text(checkpoint)
-    options = GpuOptions(MODES[mode], 256, sequences=3)
+    options = GpuOptions(MODES[mode], 256, sequences=sequences)
     weights = HostWeights(checkpoint, spec)
     engine, _ = open_gpu_engine(
         EmulatedGpu(3, capability=(7, 5)), checkpoint, spec, weights, CpuBackend(1), DType.F32, options, max_rows=ROWS
     )
-    expected = [answer_alone(engine, prompt, 5) for prompt in PROMPTS]
-    scheduler = Scheduler(engine, text.tokenizer, text.end_token_ids, 256, Limits(sequences=3, pass_tokens=64), BUDGET)
+    prompts = PROMPTS[: sequences + 1]
+    expected = [answer_alone(engine, prompt, 5) for prompt in prompts]
+    scheduler = Scheduler(engine, text.tokenizer, text.end_token_ids, 256, Limits(sequences, pass_tokens=64), BUDGET)
     config = GenerationConfig(max_tokens=5, ignore_eos=True)
-    heard = [submit(scheduler, prompt, config)[1] for prompt in PROMPTS]
+    heard = [submit(scheduler, prompt, config)[1] for prompt in prompts]
     assert [answer.wait(120).ids() for answer in heard] == expected
     assert scheduler.statistics.batch_sequences.sum > scheduler.statistics.passes
     for cached in (0, 64):  # the first time others may have taken its memory

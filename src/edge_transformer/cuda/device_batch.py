@@ -20,7 +20,7 @@ from edge_transformer.ops.tensor import array_at
 
 PROMPT_BUCKET_STEP = 64
 
-MAX_LOGIT_ROWS = 8
+MAX_LOGIT_ROWS = 64
 """Rows whose logits are made at once."""
 
 

@@ -29,7 +29,7 @@ from edge_transformer.ops.batch import DELTA_CHUNK_POSITIONS, Batch, PromptSpan,
 from edge_transformer.ops.tensor import DType, Tensor, tensor_of
 
 LOGIT_BLOCK_ROWS = 8
-"""Rows whose logits are made at once: the group size of the decode kernels."""
+"""Rows whose logits are made at once, where nobody asks for more: the group size of the decode kernels."""
 
 MAX_ROWS = 512
 """Rows of a pass at most."""
@@ -80,8 +80,9 @@ class PassResult:
         Raises NumericError when a logit is NaN or infinite; UsageError when another pass was made, or the engine is
         closed.
         """
-        for start in range(0, len(self.rows), LOGIT_BLOCK_ROWS):
-            rows = self.rows[start : start + LOGIT_BLOCK_ROWS]
+        step = self._engine.logit_rows
+        for start in range(0, len(self.rows), step):
+            rows = self.rows[start : start + step]
             with self._engine.lock:
                 hidden = self._engine._hidden_rows(self._number, self._kept, start, len(rows))
                 logits = self._engine._logits(self._batch, hidden).copy()
@@ -96,8 +97,9 @@ class PassResult:
         brought to the host. Raises as `blocks` does.
         """
         tokens: list[int] = []
-        for start in range(0, len(self.rows), LOGIT_BLOCK_ROWS):
-            count = min(LOGIT_BLOCK_ROWS, len(self.rows) - start)
+        step = self._engine.logit_rows
+        for start in range(0, len(self.rows), step):
+            count = min(step, len(self.rows) - start)
             with self._engine.lock:
                 hidden = self._engine._hidden_rows(self._number, self._kept, start, count)
                 tokens += self._engine._likeliest(self._batch, hidden)
@@ -120,14 +122,18 @@ class Engine:
         max_rows: int = MAX_ROWS,
         tile_memory: TileMemory | None = None,
         state_memory: RecurrentMemory | None = None,
+        logit_rows: int = LOGIT_BLOCK_ROWS,
     ) -> None:
-        """`tile_memory`, `state_memory`: where sequences keep their KV tiles and their recurrent state (None: ordinary
+        """logit_rows: rows whose logits are made at once; the output projection is read once for all of them.
+
+        `tile_memory`, `state_memory`: where sequences keep their KV tiles and their recurrent state (None: ordinary
         host memory). Raises UsageError when a model with recurrent state gets fewer than CHUNK_BORDER rows.
         """
         self.spec = spec
         self.config = spec.config
         self.lock = threading.RLock()
         self.max_rows = max_rows
+        self.logit_rows = logit_rows
         self._checkpoint = checkpoint
         self._backend = backend
         self._weights = weights
@@ -241,9 +247,9 @@ class Engine:
             self._weights.close()
 
     @staticmethod
-    def workspace_bytes_of(config: ModelConfig, rows: int) -> int:
+    def workspace_bytes_of(config: ModelConfig, rows: int, logit_rows: int = LOGIT_BLOCK_ROWS) -> int:
         """Bytes of activations, hidden states and the block of logits for passes of up to `rows` rows."""
-        return sum(_workspace_parts(config, rows))
+        return sum(_workspace_parts(config, rows, logit_rows))
 
     @property
     def workspace_bytes(self) -> int:
@@ -252,8 +258,8 @@ class Engine:
 
     def _allocate_workspace(self) -> None:
         config, rows = self.config, self.max_rows
-        activation_bytes, selected_bytes, kept_bytes, _ = _workspace_parts(config, rows)
-        self._workspace_bytes = self.workspace_bytes_of(config, rows)
+        activation_bytes, selected_bytes, kept_bytes, _ = _workspace_parts(config, rows, self.logit_rows)
+        self._workspace_bytes = self.workspace_bytes_of(config, rows, self.logit_rows)
         address, owner = self._backend.allocate(self._workspace_bytes)
         widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         widest = max([widest, *(shape.value_heads * shape.value_dim for shape in self._deltas)])
@@ -261,8 +267,8 @@ class Engine:
         self._activations = forward.make_activations(config, rows, address, owner)
         self._selected = Tensor(address + activation_bytes, (rows, config.hidden_size), DType.F32, owner)
         hidden_end = address + activation_bytes + selected_bytes
-        self._kept_block = Tensor(hidden_end, (LOGIT_BLOCK_ROWS, config.hidden_size), DType.F32, owner)
-        self._logits_block = Tensor(hidden_end + kept_bytes, (LOGIT_BLOCK_ROWS, config.vocab_size), DType.F32, owner)
+        self._kept_block = Tensor(hidden_end, (self.logit_rows, config.hidden_size), DType.F32, owner)
+        self._logits_block = Tensor(hidden_end + kept_bytes, (self.logit_rows, config.vocab_size), DType.F32, owner)
 
     def _require_open(self) -> None:
         """What lies in the weights' memory must not be read once it is given back."""
@@ -421,7 +427,7 @@ class Engine:
         return tokens
 
     def _project(self, selected: Tensor) -> Tensor:
-        """The block of logits, f32 [LOGIT_BLOCK_ROWS, V], made of as many hidden states as are given."""
+        """The block of logits, f32 [logit_rows, V], made of as many hidden states as are given."""
         self._require_open()
         count, softcap = selected.shape[0], self.config.final_softcap
         self._backend.lm_head(self._weights.head, selected, count, softcap, self._logits_block)
@@ -461,13 +467,13 @@ def last_border(length: int) -> int:
     return length // CHECKPOINT_BORDER * CHECKPOINT_BORDER
 
 
-def _workspace_parts(config: ModelConfig, rows: int) -> tuple[int, int, int, int]:
+def _workspace_parts(config: ModelConfig, rows: int, logit_rows: int) -> tuple[int, int, int, int]:
     """Bytes of activations, of the hidden states of logit rows, of a block of kept ones, of a block of logits."""
     return (
         round_up(forward.activation_bytes(config, rows), 256),
         round_up(rows * config.hidden_size * 4, 256),
-        round_up(LOGIT_BLOCK_ROWS * config.hidden_size * 4, 256),
-        LOGIT_BLOCK_ROWS * config.vocab_size * 4,
+        round_up(logit_rows * config.hidden_size * 4, 256),
+        logit_rows * config.vocab_size * 4,
     )
 
 

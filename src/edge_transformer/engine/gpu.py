@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from edge_transformer.cuda.arena import ALIGNMENT, Arena
 from edge_transformer.cuda.backend import CudaBackend
-from edge_transformer.cuda.device_batch import BatchCapacity, tiles_of_context
+from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, tiles_of_context
 from edge_transformer.cuda.runtime import Gpu
 from edge_transformer.cuda.state_memory import ArenaStateMemory
 from edge_transformer.cuda.tile_memory import ArenaTileMemory, LockedTileMemory
 from edge_transformer.cuda.timeline import Timeline
 from edge_transformer.cuda.tracing_gpu import TracingGpu
 from edge_transformer.cuda.weights import GpuWeights, segment_bytes, vector_bytes
-from edge_transformer.engine.core import MAX_ROWS, Engine
+from edge_transformer.engine.core import LOGIT_BLOCK_ROWS, MAX_ROWS, Engine
 from edge_transformer.engine.kv import LARGEST_RUN_BYTES, RecurrentMemory, TileGeometry, TileMemory
 from edge_transformer.engine.rates import measured_rates
 from edge_transformer.engine.traced import TracedEngine, traced_host
@@ -122,6 +122,9 @@ def open_gpu_engine(
     matrices = [weight for layer in layers for segment in layer.values() for weight in segment.values()]
     widest = max(weight.layout.cols for weight in matrices)
 
+    # The output projection is read once for all sequences of a pass.
+    logit_rows = min(round_up(options.sequences, LOGIT_BLOCK_ROWS), MAX_LOGIT_ROWS)
+
     def sized(rows: int) -> tuple[BatchCapacity, Demand]:
         """What passes of up to `rows` rows need."""
         capacity = BatchCapacity(
@@ -139,7 +142,7 @@ def open_gpu_engine(
             ),
             vector_bytes=vector_bytes(host_weights),
             head_bytes=round_up(host_weights.head.layout.nbytes, 256),
-            workspace_bytes=round_up(Engine.workspace_bytes_of(config, rows), 256)
+            workspace_bytes=round_up(Engine.workspace_bytes_of(config, rows, logit_rows), 256)
             + CudaBackend.workspace_bytes(
                 capacity, shapes, deltas, widest, gpu.properties.capability, options.fast_prefill
             ),
@@ -204,10 +207,10 @@ def open_gpu_engine(
         weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
         on_failure.callback(weights.close)
         if timeline is None:
-            engine = Engine(checkpoint, spec, backend, weights, kv_dtype, rows, tile_memory, state_memory)
+            engine = Engine(checkpoint, spec, backend, weights, kv_dtype, rows, tile_memory, state_memory, logit_rows)
         else:
             engine = TracedEngine(
-                timeline, checkpoint, spec, backend, weights, kv_dtype, rows, tile_memory, state_memory
+                timeline, checkpoint, spec, backend, weights, kv_dtype, rows, tile_memory, state_memory, logit_rows
             )
         on_failure.pop_all()
     return engine, replace(plan, ring=weights.ring_cost)

@@ -35,10 +35,11 @@ class TracedEngine(Engine):
         max_rows: int,
         tile_memory: TileMemory,
         state_memory: RecurrentMemory | None,
+        logit_rows: int,
     ) -> None:
         self._timeline = timeline
         traced = TracedWeights(weights, timeline)
-        super().__init__(checkpoint, spec, backend, traced, kv_dtype, max_rows, tile_memory, state_memory)
+        super().__init__(checkpoint, spec, backend, traced, kv_dtype, max_rows, tile_memory, state_memory, logit_rows)
 
     def step(self, chunks: AbstractSequence[Chunk], cancelled: Callable[[], bool] | None = None) -> PassResult | None:
         self._timeline.start()
