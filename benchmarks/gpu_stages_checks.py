@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from figures import Figure, at_most, stated
@@ -71,16 +72,20 @@ def product_errors(*options: str) -> Stage:
 
 
 def sanitizer(tool: str, models: Sequence[str]) -> Stage:
-    """A stage that runs tiny models under a tool of compute-sanitizer, in a few placements, on both paths."""
+    """A stage that runs tiny models under a tool of compute-sanitizer, in few placements, on both paths, side by side."""
 
     def run(session: Session) -> Iterator[Figure]:
         # Errors of calls are part of how the engine asks what a host can do.
         options = ["--report-api-errors", "no"] if tool == "memcheck" else []
         head = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", str(FAULTY), sys.executable]
-        for model in models:
-            for path in ("--tensor", "--plain"):
-                check = ["tests/cuda/gpu_modes.py", "--only", model, "--short", "--tokens", "40"]
-                code, lines = _output([*head, *check, *[path] * (path == "--plain")], 200)
+        checks = [(model, path) for model in models for path in ("--tensor", "--plain")]
+
+        def output(check: tuple[str, str]) -> tuple[int, list[str]]:
+            model, path = check
+            return _output([*head, "tests/cuda/gpu_modes.py", "--only", model, path, "--short", "--tokens", "40"], 200)
+
+        with ThreadPoolExecutor(len(checks)) as pool:
+            for (model, path), (code, lines) in zip(checks, pool.map(output, checks), strict=True):
                 found = [int(match[1]) for line in lines if (match := _SUMMARY_LINE.search(line))]
                 said = [line for line in lines if line.startswith(("ok", "FAILED")) or "SUMMARY" in line]
                 what = f"{tool}, {model}, {'sm_75' if path == '--plain' else 'own'} path"
