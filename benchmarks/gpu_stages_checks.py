@@ -72,7 +72,7 @@ def product_errors(*options: str) -> Stage:
 
 
 def sanitizer(tool: str, models: Sequence[str]) -> Stage:
-    """A stage that runs tiny models under a tool of compute-sanitizer, in few placements, on both paths, side by side."""
+    """A stage that runs tiny models under a tool of compute-sanitizer: a few placements on both paths, side by side."""
 
     def run(session: Session) -> Iterator[Figure]:
         # Errors of calls are part of how the engine asks what a host can do.
