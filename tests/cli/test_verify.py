@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from edge_transformer.hub.progress import silent
 from edge_transformer.ops.batch import Batch
 from edge_transformer.ops.tensor import DType
 from edge_transformer.verify import conversation, live_transformers, material, oracle_backend, subject
+from edge_transformer.verify import gpu as gpu_links
 from edge_transformer.verify.chain import find_links, run_link
 from edge_transformer.verify.link import Outcome, Status
 from emulator import EmulatedGpu
@@ -220,7 +222,7 @@ def test_every_link_of_the_cpu_can_fail() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator as the GPU of this machine."""
     monkeypatch.setattr(material, "QUICK_TOKENS", (40, 70))
-    monkeypatch.setattr(conversation, "TEXT", conversation.TEXT[:200])
+    monkeypatch.setattr(conversation, "TEXT", "The lamp turns. " * 5)
     monkeypatch.setattr(
         driver, "CudaGpu", lambda ordinal, forced=None, **_: EmulatedGpu(0, capability=forced or (8, 0))
     )
@@ -278,30 +280,52 @@ def break_gpu(broken: Fault) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda monkeypatch: break_norms(monkeypatch, CudaBackend, broken)
 
 
-GPU_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "GPU, all resident": break_gpu(lambda backend, batch: True),
-    "GPU, all streamed": lambda monkeypatch: shift_weights(monkeypatch, weights),
-    "GPU, one layer resident, three slots": lambda monkeypatch: shift_weights(monkeypatch, weights),
-    "GPU, KV cache on the host": break_gpu(lambda backend, batch: backend._offload is not None),
-    "GPU, lm_head streamed": lambda monkeypatch: shift_weights(monkeypatch, streamed_head),
-    "GPU, all on the host": lambda monkeypatch: shift_weights(monkeypatch, weights),
-    "GPU, lm_head on the CPU": scale_head_of_cpu,
-    "GPU, several decode rows in a pass": break_gpu(lambda backend, batch: decode_rows(batch) == 3),
-    "GPU, sequences together": break_gpu(lambda backend, batch: int(batch.row_sequence.max()) > 0),
-    "GPU, token by token": break_gpu(lambda backend, batch: decode_rows(batch) == 1),
-    "GPU, without tensor cores": break_gpu(lambda backend, batch: backend._gpu.properties.capability == (7, 5)),
-    "GPU, state forked, saved and loaded": damage_restored_states,
-    "GPU, second call that goes on": damage_kept_states,
-    "GPU, second call that differs": damage_kept_states,
+STREAMED = ("GPU, all streamed", "GPU, one layer resident, three slots", "GPU, all on the host")
+CALLS = ("GPU, second call that goes on", "GPU, second call that differs")
+
+GPU_FAULTS: dict[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]] = {
+    ("GPU, all resident",): break_gpu(lambda backend, batch: True),
+    STREAMED: lambda monkeypatch: shift_weights(monkeypatch, weights),
+    ("GPU, KV cache on the host",): break_gpu(lambda backend, batch: backend._offload is not None),
+    ("GPU, lm_head streamed",): lambda monkeypatch: shift_weights(monkeypatch, streamed_head),
+    ("GPU, lm_head on the CPU",): scale_head_of_cpu,
+    ("GPU, several decode rows in a pass",): break_gpu(lambda backend, batch: decode_rows(batch) == 3),
+    ("GPU, sequences together",): break_gpu(lambda backend, batch: int(batch.row_sequence.max()) > 0),
+    ("GPU, token by token",): break_gpu(lambda backend, batch: decode_rows(batch) == 1),
+    ("GPU, without tensor cores",): break_gpu(lambda backend, batch: backend._gpu.properties.capability == (7, 5)),
+    ("GPU, state forked, saved and loaded",): damage_restored_states,
+    CALLS: damage_kept_states,
 }
 
 
-@pytest.mark.parametrize("link", GPU_FAULTS)
-def test_a_fault_of_a_gpu_is_found(folder: Path, link: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("links", GPU_FAULTS, ids=lambda links: links[0])
+def test_a_fault_of_a_gpu_is_found(
+    folder: Path, links: tuple[str, ...], gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(material, "QUICK_TOKENS", (12, 12))
-    GPU_FAULTS[link](monkeypatch)
-    found = outcomes(model_path(folder, "llama"), lambda name: name in ("GPU, all resident", link))
-    assert found[link].status is Status.MISSED, found[link].text
+    GPU_FAULTS[links](monkeypatch)
+    found = outcomes(model_path(folder, "llama"), ("GPU, all resident", *links).__contains__)
+    for link in links:
+        assert found[link].status is Status.MISSED, f"{link}: {found[link].text}"
+
+
+def test_a_placement_that_does_not_fit_is_not_run(folder: Path, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that fits is compared with the CPU instead."""
+    monkeypatch.setattr(material, "QUICK_TOKENS", (12, 12))
+    within = gpu_links._within
+
+    def little(gpu: Any, wishes: Any, layers: int) -> Any:
+        budget = 1 if wishes.resident_layers == -1 else 1 << 29
+        return replace(within(gpu, wishes, layers), budget_bytes=budget)
+
+    monkeypatch.setattr(gpu_links, "_within", little)
+    wanted = ("GPU, all resident", "GPU, all streamed", "GPU, all on the host", "GPU, sequences together")
+    resident, streamed, on_host, together = outcomes(model_path(folder, "llama"), wanted.__contains__).values()
+    assert (resident.status, streamed.status) == (Status.NOT_RUN, Status.PASSED)
+    assert "this needs at least" in resident.text
+    assert streamed.text.endswith("against the CPU")
+    assert on_host.text.endswith("bit for bit, against all streamed")
+    assert together.status is Status.PASSED
 
 
 MUTATIONS = {
@@ -348,7 +372,8 @@ def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_line_for_each_link_and_a_summary(folder: Path) -> None:
     result = verify(model_path(folder, "llama"), "--quick", "--threads", 2)
     assert result.exit_code == 0, result.output
-    lines = [(line[:8].strip(), line[9:51].strip(), line[52:]) for line in result.stdout.splitlines()]
+    width = max(map(len, ORDER))
+    lines = [(line[:8].strip(), line[9 : 9 + width].strip(), line[9 + width :]) for line in result.stdout.splitlines()]
     assert [name for _, name, _ in lines] == [
         "CPU against transformers",
         *ORDER,

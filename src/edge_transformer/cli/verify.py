@@ -40,12 +40,14 @@ def command(
     with progress_bar() as progress:
         llm = LLM(model, kv_dtype="f32", threads=threads, offline=offline, progress=progress)
     with llm:
-        for link in find_links(llm, threads, quick, device):
+        links = find_links(llm, threads, quick, device)
+        width = max(len(link.name) for link in links)
+        for link in links:
             with progress_bar(in_bytes=False) as progress:
                 finding = run_link(link, progress)
             findings.append(finding)
             if not as_json:
-                click.echo(_line(finding))
+                click.echo(_line(finding, width))
     if as_json:
         click.echo(json.dumps(_as_object(model, findings)))
     else:
@@ -54,9 +56,12 @@ def command(
         context.exit(MISSED)
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: Finding, width: int) -> str:
+    from edge_transformer.verify.link import Status
+
     outcome = finding.outcome
-    return f"{outcome.status:<8} {finding.name:<42} {outcome.text}, {finding.seconds:.1f} s"
+    took = "" if outcome.status is Status.NOT_RUN else f", {finding.seconds:.1f} s"
+    return f"{outcome.status:<8} {finding.name:<{width}}  {outcome.text}{took}"
 
 
 def _as_object(model: str, findings: list[Finding]) -> dict[str, Any]:

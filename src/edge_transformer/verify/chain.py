@@ -84,6 +84,7 @@ def _gpu_links(llm: LLM, subject: Subject, given: Material, cpu: CpuLinks, ordin
     yield from links.ways(given.chunks)
 
     def on_gpu(progress: Progress) -> LLM:
+        """Its output projection has the same bits wherever the rest lies: it is not on the CPU."""
         rearranged, available = llm.memory["weights_rearranged"], available_memory()
         if rearranged > available:
             raise CapacityError(
@@ -95,7 +96,7 @@ def _gpu_links(llm: LLM, subject: Subject, given: Material, cpu: CpuLinks, ordin
             threads=subject.threads,
             kv_dtype="f32",
             backend="cuda",
-            gpu=GpuSettings(ordinal),
+            gpu=GpuSettings(ordinal, lm_head="streamed"),
             progress=progress,
         )
 
