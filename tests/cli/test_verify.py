@@ -253,7 +253,7 @@ GPU_ROUNDING = (
 
 def test_every_link_of_a_gpu_passes(folder: Path, gpu: None) -> None:
     """On a model that has both attention and recurrent state."""
-    found = outcomes(model_path(folder, "qwen3_5"), lambda link: link.startswith("GPU"))
+    found = outcomes(model_path(folder, "qwen3_5_equal_heads"), lambda link: link.startswith("GPU"))
     assert set(found) == {*GPU_BITS, *GPU_ROUNDING}
     for link, outcome in found.items():
         assert outcome.status is Status.PASSED, f"{link}: {outcome.text}"
