@@ -250,6 +250,10 @@ def test_limits_are_kept(llm: LLM) -> None:
 def test_a_budget_that_holds_no_context_is_refused(llm: LLM) -> None:
     with pytest.raises(UsageError, match="--kv-budget"):
         make_scheduler(llm, kv_budget=1 << 16)
+    tile = sum(layer.tile_bytes for layer in llm.engine.state_shape.layers)
+    shortened = Scheduler(llm.engine, llm.tokenizer, (), 2048, Limits(), 5 * tile // 2, shorten_context=True)
+    assert shortened.context_length == 1024
+    shortened.stop()
     with pytest.raises(UsageError, match="500 sequences"):
         make_scheduler(llm, Limits(sequences=500))
     with pytest.raises(UsageError, match="pass_tokens is 63"):

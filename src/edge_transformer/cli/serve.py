@@ -129,7 +129,7 @@ def command(
     if not keys and not access.hosts:
         note(f"Everybody who can reach {host} can use this server: --api-key asks for a key.")
     limits = Limits(parallel, pass_tokens or (512 if options["backend"] == "cuda" else 128), queue)
-    service = Service(open_model, name or model, limits, lambda llm: _kv_budget(llm, kv_budget))
+    service = Service(open_model, name or model, limits, lambda llm: _kv_budget(llm, kv_budget), options["ctx"] is None)
     app = make_app(service, AppSettings(access, max_body, log_prompts))
     serve(app, service, host, port, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -129,12 +130,14 @@ class Scheduler:
         limits: Limits,
         kv_budget_bytes: int,
         failed: Callable[[Exception], None] | None = None,
+        shorten_context: bool = False,
     ) -> None:
         """kv_budget_bytes: what KV caches may take together. failed: called, in the scheduler's thread, when the engine
-        has failed; the requests there were have been told then, and none is taken any more.
+        has failed; the requests there were have been told then, and none is taken any more. shorten_context: where the
+        budget does not hold one context, a shorter one will do; `context_length` says what it came to.
 
-        Raises UsageError when the budget does not hold one sequence of `context_length`, or more sequences are to run
-        than a pass has rows.
+        Raises UsageError when the budget does not hold one sequence of the context, or more sequences are to run than
+        a pass has rows.
         """
         self.statistics = SchedulerStatistics()
         self.failure: Exception | None = None
@@ -148,9 +151,9 @@ class Scheduler:
         self._engine = engine
         self._tokenizer = tokenizer
         self._end_token_ids = tuple(end_token_ids)
-        self._context_length = context_length
+        self.context_length = context_length
         self._failed = failed
-        self._check_limits()
+        self._check_limits(shorten_context)
         self._cache = PrefixCache(max_state_bytes=state_budget)
         self._live: list[_Live] = []
         self._waiting: deque[_Live] = deque()
@@ -203,15 +206,20 @@ class Scheduler:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _check_limits(self) -> None:
+    def _check_limits(self, shorten_context: bool) -> None:
         most = self._engine.max_rows - CHUNK_BORDER
         if self.limits.sequences > most:
             raise UsageError(f"{self.limits.sequences} sequences do not fit into a pass; allowed: {most} or fewer")
-        needed = context_bytes(self._engine, self._context_length)
-        if needed > self.memory.budget_bytes:
+        budget = self.memory.budget_bytes
+        if shorten_context:
+            borders = range(KV_TILE_POSITIONS, self.context_length + KV_TILE_POSITIONS, KV_TILE_POSITIONS)
+            fitting = bisect_right(borders, budget, key=lambda tokens: context_bytes(self._engine, tokens))
+            self.context_length = min(self.context_length, max(1, fitting) * KV_TILE_POSITIONS)
+        needed = context_bytes(self._engine, self.context_length)
+        if needed > budget:
             raise UsageError(
-                f"one context of {self._context_length} tokens needs {needed} bytes of KV cache; the budget "
-                f"(--kv-budget) is {self.memory.budget_bytes}: raise it or shorten the context (--ctx)"
+                f"one context of {self.context_length} tokens needs {needed} bytes of KV cache; the budget "
+                f"(--kv-budget) is {budget}: raise it or shorten the context (--ctx)"
             )
 
     def _run(self) -> None:
@@ -266,7 +274,7 @@ class Scheduler:
                 request.prompt_ids,
                 self._end_token_ids,
                 request.config,
-                self._context_length,
+                self.context_length,
                 seed,
                 request.constraints[choice] if request.constraints else None,
             )

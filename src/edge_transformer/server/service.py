@@ -31,9 +31,15 @@ class Service:
     """Opens the model with `open_model`, and again whenever its engine has failed. `reason`: why it is not ready."""
 
     def __init__(
-        self, open_model: Callable[[], LLM], name: str, limits: Limits, kv_budget: Callable[[LLM], int]
+        self,
+        open_model: Callable[[], LLM],
+        name: str,
+        limits: Limits,
+        kv_budget: Callable[[LLM], int],
+        shorten_context: bool = False,
     ) -> None:
-        """kv_budget: bytes that the KV caches of a model may take. Raises what `open_model` and Scheduler raise."""
+        """kv_budget: bytes that the KV caches of a model may take. shorten_context: where they do not hold one context
+        of the model's, shorten it, and say so. Raises what `open_model` and Scheduler raise."""
         self.name = name
         self.limits = limits
         self.created = int(time.time())
@@ -42,6 +48,7 @@ class Service:
         self.draining = False
         self._open_model = open_model
         self._kv_budget = kv_budget
+        self._shorten_context = shorten_context
         self._closed = threading.Event()
         self._restarting: threading.Thread | None = None
         self._running: Running | None = self._open()
@@ -98,7 +105,16 @@ class Service:
                 self.limits,
                 self._kv_budget(llm),
                 failed=self._engine_failed,
+                shorten_context=self._shorten_context,
             )
+            if scheduler.context_length < llm.context_length:
+                log.warning(
+                    "the context is shortened from %d to %d tokens: KV caches may take %d bytes (--kv-budget, --ctx)",
+                    llm.context_length,
+                    scheduler.context_length,
+                    scheduler.memory.budget_bytes,
+                )
+                llm.context_length = scheduler.context_length
         except BaseException:
             llm.close()
             raise
