@@ -67,9 +67,9 @@ def _goes_on(llm: LLM) -> tuple[str, Generation]:
 
 
 def _differs(llm: LLM) -> tuple[str, Generation]:
-    """Both prompts have a beginning in common: what is kept of it has the bits of a prompt."""
-    llm.generate(TEXT, CONFIG, raw=True)
-    prompt = f"{TEXT[: len(TEXT) * 5 // 6]} But no: {TEXT[-100:]}"
+    """Both prompts have a beginning in common, which no other has: what is kept of it has the bits of a prompt."""
+    llm.generate(f"Again: {TEXT}", CONFIG, raw=True)
+    prompt = f"Again: {TEXT[: len(TEXT) * 5 // 6]} But no: {TEXT[-100:]}"
     return prompt, llm.generate(prompt, CONFIG, raw=True)
 
 
