@@ -34,6 +34,7 @@ from edge_transformer.ops.tensor import DType
 from edge_transformer.verify import conversation, live_transformers, material, oracle_backend, subject
 from edge_transformer.verify import gpu as gpu_links
 from edge_transformer.verify.chain import find_links, run_link
+from edge_transformer.verify.feed import Way
 from edge_transformer.verify.link import Outcome, Status
 from emulator import EmulatedGpu
 from emulator import build as emulator_build
@@ -235,6 +236,7 @@ GPU_BITS = (
     "GPU, KV cache on the host",
     "GPU, lm_head streamed",
     "GPU, all on the host",
+    "GPU, chunks as large as can be",
     "GPU, chunks of 64",
     "GPU, chunks of 128",
     "GPU, several decode rows in a pass",
@@ -290,6 +292,7 @@ GPU_FAULTS: dict[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]] = {
     ("GPU, KV cache on the host",): break_gpu(lambda backend, batch: backend._offload is not None),
     ("GPU, lm_head streamed",): lambda monkeypatch: shift_weights(monkeypatch, streamed_head),
     ("GPU, lm_head on the CPU",): scale_head_of_cpu,
+    ("GPU, chunks as large as can be",): break_gpu(lambda backend, batch: batch.prompt_rows == 3),
     ("GPU, several decode rows in a pass",): break_gpu(lambda backend, batch: decode_rows(batch) == 3),
     ("GPU, sequences together",): break_gpu(lambda backend, batch: int(batch.row_sequence.max()) > 0),
     ("GPU, token by token",): break_gpu(lambda backend, batch: decode_rows(batch) == 1),
@@ -304,6 +307,7 @@ def test_a_fault_of_a_gpu_is_found(
     folder: Path, links: tuple[str, ...], gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(material, "QUICK_TOKENS", (12, 12))
+    monkeypatch.setattr(gpu_links, "FIRST_WAY", Way(2))
     GPU_FAULTS[links](monkeypatch)
     found = outcomes(model_path(folder, "llama"), ("GPU, all resident", *links).__contains__)
     for link in links:

@@ -30,6 +30,12 @@ PLACEMENTS = {
 }
 """Without a budget, which is the GPU's free memory."""
 
+FIRST_WAY = Way()
+"""How placements are fed: in chunks of 512."""
+
+LARGEST_CHUNK = 1 << 20
+"""More than any engine takes in a pass."""
+
 MARGIN_BYTES = 256 << 20
 """Free memory of the GPU that no arena takes."""
 
@@ -66,6 +72,8 @@ class GpuLinks:
     def ways(self, chunks: Iterable[int]) -> Iterator[Link]:
         """Ways of feeding, other kernels, another KV cache; all in the placement that was the first."""
         name = self._device.name
+        if self._device.rows is None:
+            yield Link(f"{name}, chunks as large as can be", partial(self._same_bits, Way(LARGEST_CHUNK)))
         for size in chunks:
             yield Link(f"{name}, chunks of {size}", partial(self._same_bits, Way(size)))
         yield Link(f"{name}, several decode rows in a pass", partial(self._same_bits, Way(decode_rows=3)))
@@ -78,7 +86,7 @@ class GpuLinks:
 
     def _placement(self, label: str, progress: Progress) -> Outcome:
         try:
-            records = self._records(label, self._prompts, Way(), progress)
+            records = self._records(label, self._prompts, FIRST_WAY, progress)
         except CapacityError as error:
             return not_run(str(error))
         if self._first is None:
