@@ -422,7 +422,7 @@ class CudaBackend:
             if self._mode is Mode.CAPTURING:
                 self._gpu.begin_capture(self._compute)
         if self._mode is not Mode.REPLAYING:
-            self._device.upload(self._compute)
+            self._device.upload(prompt + decode, self._compute)
 
     def _drop_capture(self) -> None:
         """Drop what a pass that was given up has left."""

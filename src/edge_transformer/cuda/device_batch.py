@@ -66,6 +66,7 @@ class DeviceBatch:
         self._gpu = gpu
         self._staging = staging
         self._offsets, self.nbytes = _offsets(capacity)
+        self._ropes_at = self._offsets.get("cos.0", self.nbytes)
         self._capacity = capacity
         self._address = address
         self.tile_stride = capacity.tiles
@@ -186,9 +187,16 @@ class DeviceBatch:
         if capacity.recurrent:
             self._stage_recurrent(batch)
 
-    def upload(self, stream: Stream) -> None:
-        """Queue the copy of what is staged."""
-        self._gpu.copy(self._address, self._staging.address, self.nbytes, stream)
+    def upload(self, rows: int, stream: Stream) -> None:
+        """Queue the copy of what is staged, for launches of up to `rows` rows. Of the ropes, which are most of the
+        bytes, only those rows are copied.
+        """
+        self._gpu.copy(self._address, self._staging.address, self._ropes_at, stream)
+        for rope, rotary_dim in enumerate(self._capacity.rotary_dims):
+            for name in (f"cos.{rope}", f"sin.{rope}"):
+                offset = self._offsets[name]
+                nbytes = min(rows, self._capacity.rows) * rotary_dim // 2 * 4
+                self._gpu.copy(self._address + offset, self._staging.address + offset, nbytes, stream)
 
     def _stage_recurrent(self, batch: Batch) -> None:
         capacity = self._capacity
@@ -233,14 +241,14 @@ def _offsets(capacity: BatchCapacity) -> tuple[dict[str, int], int]:
         "logit_rows": rows * 4,
         "query_blocks": _query_block_entries(capacity) * 16,
     }
-    for rope, rotary_dim in enumerate(capacity.rotary_dims):
-        sizes[f"cos.{rope}"] = sizes[f"sin.{rope}"] = rows * rotary_dim // 2 * 4
     sizes["tile_tables"] = capacity.layers * capacity.sequences * capacity.tiles * 8
     if capacity.recurrent:
         sizes["pieces"] = piece_entries(rows, capacity.sequences) * PIECE_INTS * 4
         sizes["decode_starts"] = rows * START_INTS * 4
         sizes["decode_next"] = rows * 4
         sizes["state_tables"] = capacity.layers * capacity.sequences * 8
+    for rope, rotary_dim in enumerate(capacity.rotary_dims):  # last: `upload` copies them apart
+        sizes[f"cos.{rope}"] = sizes[f"sin.{rope}"] = rows * rotary_dim // 2 * 4
     offsets: dict[str, int] = {}
     total = 0
     for name, nbytes in sizes.items():

@@ -15,8 +15,8 @@ _WARP = 32
 _KEPT_SHARED = 4 << 10  # static shared memory of a block, and what the driver keeps
 _MOST_COLUMNS = 16384  # of x in shared memory
 _MOST_SLICE_BITS = 2
+_MOST_REGISTERS = {WeightFormat.Q5_1, WeightFormat.Q5_K, WeightFormat.Q6_K}
 _HIGH_BITS = {WeightFormat.Q5_0, WeightFormat.Q5_1, WeightFormat.Q5_K, WeightFormat.Q6_K}
-_MANY_REGISTERS = {WeightFormat.Q4_1, WeightFormat.Q4_K, *_HIGH_BITS}
 _FEW_ROWS_GAIN = 1.2  # in evenness, from which on a warp takes few rows
 
 
@@ -52,11 +52,13 @@ def gemv_shapes(weight_format: WeightFormat, batch: int, gated: bool, tail: bool
     ahead = 4 if batch == 1 and unit_columns(weight_format) < _WARP and not gated else 2
     if batch <= 2:
         few, many = (1, 2) if gated else (1, 4)
-        blocks, room = 2, 2 if batch == 2 or weight_format in _MANY_REGISTERS else 3
+        # Two steps under way keep more bytes coming than a third block's first loads do.
+        steps = 2 if batch == 1 and weight_format not in _MOST_REGISTERS else 1
+        shapes = GemvShape(few, ahead, 256, 2, 2), GemvShape(many, steps, 256, 2, 2)
     else:
         few, many = (1, 2) if gated else (2, 4)
-        blocks = room = 2 if batch == 4 and weight_format not in _HIGH_BITS else 1
-    shapes = GemvShape(few, ahead, 256, blocks, room), GemvShape(many, 1, 256, blocks, room)
+        blocks = 2 if batch == 4 and weight_format not in _HIGH_BITS else 1
+        shapes = GemvShape(few, ahead, 256, blocks, blocks), GemvShape(many, 1, 256, blocks, blocks)
     return tuple(shapes[:1] if tail else shapes)
 
 
