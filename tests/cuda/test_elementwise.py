@@ -42,7 +42,7 @@ def rms_exact(x: np.ndarray, eps: float) -> np.ndarray:
     return np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
 
 
-@pytest.mark.parametrize("cols", [1, 3, 64, 257, 1023, 1500])
+@pytest.mark.parametrize("cols", [1, 3, 64, 257, 1023, 1500, 2113, 9216])
 @pytest.mark.parametrize("kind", ["norm", "delta", "delta_norm"])
 def test_add_norm(ops: Ops, kind: str, cols: int) -> None:
     rows, spare, eps = 5, 2, 1e-5

@@ -199,6 +199,10 @@ inline void store8(void* at, uint2 value) { ete_emulator::store(at, value); }
 inline void store8(void* at, float2 value) { ete_emulator::store(at, value); }
 inline void store4(void* at, uint32_t value) { ete_emulator::store(at, value); }
 inline void store2(void* at, uint16_t value) { ete_emulator::store(at, value); }
+inline uint4 load16_ordered(const void* at) { return ete_emulator::load<uint4>(at); }
+inline uint2 load8_ordered(const void* at) { return ete_emulator::load<uint2>(at); }
+inline uint32_t load4_ordered(const void* at) { return ete_emulator::load<uint32_t>(at); }
+inline void prefetch(const void*) {}
 inline uint4 load16_once(const void* at) { return ete_emulator::load<uint4>(at); }
 inline uint2 load8_once(const void* at) { return ete_emulator::load<uint2>(at); }
 inline uint32_t load4_once(const void* at) { return ete_emulator::load<uint32_t>(at); }

@@ -20,7 +20,7 @@ _WARP = 32
 
 
 def add_norm_source() -> KernelSource:
-    return KernelSource("norm.cu", "add_norm", 256, early_start=True)
+    return KernelSource("norm.cu", "add_norm", 512, early_start=True)
 
 
 def rope_append_source(kv_dtype: DType) -> KernelSource:

@@ -62,6 +62,29 @@ ETE_DEVICE uint16_t load2_once(const void* at) {
   return value;
 }
 
+// Loads that stay on their side of wait_for_kernels_ahead, past the first-level cache. The others may be moved across it
+// by the compiler where it takes the memory for read-only. Before the wait: what no kernel of the pass writes.
+ETE_DEVICE uint4 load16_ordered(const void* at) {
+  uint4 value;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(at)
+               : "memory");
+  return value;
+}
+ETE_DEVICE uint2 load8_ordered(const void* at) {
+  uint2 value;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(at) : "memory");
+  return value;
+}
+ETE_DEVICE uint32_t load4_ordered(const void* at) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+// Asks for the 128 bytes around an address to come to the second-level cache. What they hold may still change.
+ETE_DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory"); }
+
 // Copies of 16 bytes from global to shared memory that run beside the thread (sm_80; before, at once). What a thread
 // copied is there for it after cp_async_wait, for its block after a barrier that follows.
 // With bytes < 16 the rest of the 16 is zero; with bytes 0 nothing is read.
