@@ -205,7 +205,7 @@ def gemv_speed(bench: Bench, weights: list[Weight], x: Tensor, out: Tensor, live
 
 SWEEP_SHAPES = ((1536, 1536), (4096, 4096), (14336, 4096), (4096, 14336))
 SWEEP_CUTS = {  # by rows of x: weight rows of a warp, ahead, threads, blocks, room for blocks
-    1: ((4, 1, 256, 2, 3), (4, 2, 256, 2, 2), (4, 2, 512, 1, 1), (2, 2, 256, 2, 3), (1, 4, 256, 3, 3)),
+    1: ((4, 2, 256, 2, 2), (4, 1, 256, 3, 3), (2, 2, 256, 3, 3), (2, 1, 256, 4, 4), (1, 4, 256, 3, 3)),
     8: ((4, 1, 256, 1, 1), (4, 2, 256, 1, 1), (2, 2, 256, 1, 1), (2, 1, 512, 1, 1)),
 }
 SWEEP_SLICE_BITS = (2, 1, 3)
