@@ -31,7 +31,8 @@ from edge_transformer import LLM, GenerationConfig
 from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.engine.answer import Piece
 from edge_transformer.engine.core import Engine
-from edge_transformer.engine.scheduler import Limits, Request, Scheduler
+from edge_transformer.engine.request import Limits, Request
+from edge_transformer.engine.scheduler import Scheduler
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.models.forward import delta_shapes

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from edge_transformer import LLM, GenerationConfig
-from edge_transformer.engine.scheduler import Limits
+from edge_transformer.engine.request import Limits
 from edge_transformer.server.metrics import resident_bytes
 from server.tiny_server import Served, serving, write_chat_model
 

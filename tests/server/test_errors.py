@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from edge_transformer.engine.scheduler import Limits
+from edge_transformer.engine.request import Limits
 from server.tiny_server import Served, serving
 
 HELLO = [{"role": "user", "content": "hello"}]

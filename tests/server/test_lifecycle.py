@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from edge_transformer import LLM
-from edge_transformer.engine.scheduler import Limits
+from edge_transformer.engine.request import Limits
 from edge_transformer.errors import GpuError
 from edge_transformer.server import delivery, job
 from server.tiny_server import Served, serving

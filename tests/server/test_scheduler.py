@@ -11,7 +11,8 @@ import pytest
 
 from edge_transformer import LLM, GenerationConfig
 from edge_transformer.engine.recurrent import CHECKPOINT_BORDER
-from edge_transformer.engine.scheduler import Limits, QueueFullError, Scheduler, StoppedError
+from edge_transformer.engine.request import Limits, QueueFullError, StoppedError
+from edge_transformer.engine.scheduler import Scheduler
 from edge_transformer.errors import NumericError, UsageError
 from server.tiny_server import Collected, make_scheduler, submit, write_chat_model
 

@@ -11,7 +11,8 @@ from edge_transformer import GenerationConfig
 from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.engine.core import Chunk, Engine
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
-from edge_transformer.engine.scheduler import Limits, Scheduler
+from edge_transformer.engine.request import Limits
+from edge_transformer.engine.scheduler import Scheduler
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.models.read import read_model

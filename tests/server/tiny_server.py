@@ -18,7 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edge_transformer import LLM, GenerationConfig
 from edge_transformer.engine.answer import Piece
-from edge_transformer.engine.scheduler import Limits, Request, Scheduler
+from edge_transformer.engine.request import Limits, Request
+from edge_transformer.engine.scheduler import Scheduler
 from edge_transformer.server.app import AppSettings, make_app
 from edge_transformer.server.run import configuration, listen
 from edge_transformer.server.service import Service

@@ -106,7 +106,7 @@ def command(
     missing = [name for name in ("starlette", "uvicorn", "msgspec", "llguidance") if find_spec(name) is None]
     if missing:
         raise click.UsageError(f"{missing[0]} is not installed: pip install 'edge-transformer-engine[server]'")
-    from edge_transformer.engine.scheduler import Limits
+    from edge_transformer.engine.request import Limits
     from edge_transformer.server.access import AccessSettings, hosts_of, read_keys
     from edge_transformer.server.app import AppSettings, make_app
     from edge_transformer.server.run import serve

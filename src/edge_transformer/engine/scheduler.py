@@ -14,15 +14,16 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from edge_transformer.engine.answer import Answer, Constraint, FloatArray, Piece
+from edge_transformer.engine.answer import Answer, FloatArray
 from edge_transformer.engine.core import CHUNK_BORDER, Chunk, Engine, PassResult, last_border
 from edge_transformer.engine.kv_budget import BudgetedTileMemory
 from edge_transformer.engine.prefix_cache import PrefixCache
-from edge_transformer.engine.sampling import GenerationConfig
+from edge_transformer.engine.prompt_shares import Reading, share_budget
+from edge_transformer.engine.request import Limits, QueueFullError, Request, StoppedError
 from edge_transformer.engine.scheduler_statistics import SchedulerStatistics
 from edge_transformer.engine.sequence import Sequence as EngineSequence
 from edge_transformer.errors import CapacityError, EdgeTransformerError, UsageError
@@ -38,58 +39,6 @@ STATE_SHARE = 4
 """Checkpoints of recurrent state may take 1 / STATE_SHARE of the budget of KV caches, besides it: those of answers in
 the making, and as much those of kept prefixes.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """sequences: answers in the making at once. pass_tokens: prompt tokens in a pass while others' answers are in the
-    making (a multiple of CHUNK_BORDER); it bounds by how much a prompt delays them. queue: requests that wait at most.
-    """
-
-    sequences: int = 16
-    pass_tokens: int = 256
-    queue: int = 256
-
-    def __post_init__(self) -> None:
-        if self.sequences < 1 or self.queue < 1:
-            raise UsageError(f"limits of {self.sequences} sequences and {self.queue} waiting; each must be 1 or more")
-        if self.pass_tokens < CHUNK_BORDER:
-            raise UsageError(f"pass_tokens is {self.pass_tokens}; allowed: {CHUNK_BORDER} or more")
-
-
-class QueueFullError(EdgeTransformerError):
-    """As many requests wait as may."""
-
-
-class StoppedError(EdgeTransformerError):
-    """The scheduler has been stopped, or its engine has failed."""
-
-
-class Listener(Protocol):
-    """Hears what becomes of a request, in the scheduler's thread; must return soon. After `failed`, or `piece` with a
-    finish reason for every choice, it hears no more; nor after a cancellation.
-    """
-
-    def progress(self, done: int, cached: int, total: int) -> None:
-        """`done` of `total` prompt tokens are processed, `cached` of them were found from an earlier request."""
-        ...
-
-    def piece(self, choice: int, piece: Piece) -> None: ...
-
-    def failed(self, error: Exception) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """seeds: one per choice (answer). constraints: for each choice what may come next, or nothing."""
-
-    prompt_ids: Sequence[int]
-    config: GenerationConfig
-    seeds: Sequence[int]
-    listener: Listener
-    constraints: Sequence[Constraint] = ()
-    submitted: float = field(default_factory=time.perf_counter)
-    cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -386,32 +335,10 @@ class Scheduler:
         return [(live, self._chunk(live, count)) for live, count in prepared if live in self._live]
 
     def _prompt_pieces(self, budget: int) -> list[tuple[_Live, int]]:
-        """Half of the budget is for the oldest prompt that is being read, so that it gets on; the other half for the
-        shortest ones, so that they do not wait for it.
-        """
+        """The prompts being read, the oldest first, and how many tokens of each come next."""
         reading = [live for live in self._live if live.in_prompt]
-        if not reading or budget < CHUNK_BORDER:
-            return []
-        oldest, *others = reading
-        left = budget - max(CHUNK_BORDER, budget // 2)
-        pieces = []
-        for live in sorted(others, key=lambda other: len(other.request.prompt_ids) - _length(other)):
-            if left < CHUNK_BORDER:
-                break
-            count = self._piece_length(live, left)
-            pieces.append((live, count))
-            left -= count
-            budget -= count
-        return [(oldest, self._piece_length(oldest, budget)), *pieces]
-
-    def _piece_length(self, live: _Live, share: int) -> int:
-        """How many prompt tokens `live` takes: its share, cut at an absolute border, or the rest of the prompt."""
-        position, total = _length(live), len(live.request.prompt_ids)
-        count = total - position
-        if count > share:
-            border = (position + share) // CHUNK_BORDER * CHUNK_BORDER
-            count = border - position if border > position else share
-        return count
+        prompts = [Reading(_length(live), len(live.request.prompt_ids)) for live in reading]
+        return [(reading[index], count) for index, count in share_budget(prompts, budget)]
 
     def _chunk(self, live: _Live, count: int) -> Chunk:
         assert live.sequence is not None

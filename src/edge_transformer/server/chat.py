@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from edge_transformer.engine.request import Request
 from edge_transformer.engine.sampling import TokenLogprobs
-from edge_transformer.engine.scheduler import Request
 from edge_transformer.server.answer_format import AnswerFormat, Delta, Parser
 from edge_transformer.server.chat_prompt import ChatPrompt
 from edge_transformer.server.inbox import ChoicePiece, Inbox, Progress

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from edge_transformer.engine.llm import LLM
+from edge_transformer.engine.request import Request
 from edge_transformer.engine.sampling import TokenLogprobs
-from edge_transformer.engine.scheduler import Request
 from edge_transformer.server.chat import FINISH
 from edge_transformer.server.errors import invalid
 from edge_transformer.server.inbox import ChoicePiece, Inbox, Progress

@@ -6,7 +6,7 @@ import logging
 
 from starlette.responses import JSONResponse, Response
 
-from edge_transformer.engine.scheduler import QueueFullError, StoppedError
+from edge_transformer.engine.request import QueueFullError, StoppedError
 from edge_transformer.errors import CapacityError, ContextLengthError, EdgeTransformerError, TextError, UsageError
 
 log = logging.getLogger("edge_transformer.server")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from edge_transformer.engine.answer import Piece
-from edge_transformer.engine.scheduler import Request, Scheduler
+from edge_transformer.engine.request import Request
+from edge_transformer.engine.scheduler import Scheduler
 from edge_transformer.server.delivery import FIRST_BYTES_S, KEEP_ALIVE_S
 from edge_transformer.server.inbox import ChoicePiece, Event, Inbox, Progress
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edge_transformer.engine.llm import LLM
-from edge_transformer.engine.scheduler import Limits, Request, Scheduler, StoppedError
+from edge_transformer.engine.request import Limits, Request, StoppedError
+from edge_transformer.engine.scheduler import Scheduler
 from edge_transformer.errors import EdgeTransformerError
 from edge_transformer.server.grammar import Grammars
 
