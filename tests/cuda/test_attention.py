@@ -83,6 +83,16 @@ def test_head_dims(capability: tuple[int, int], kv_dtype: DType, head_dim: int) 
 
 
 @path
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 256])
+def test_decode_with_as_many_heads_as_a_block_takes(
+    capability: tuple[int, int], kv_dtype: DType, head_dim: int
+) -> None:
+    gpu = make_gpu(head_dim, capability)
+    shape = make_shape(8, 1, head_dim, window=400, kv_dtype=kv_dtype)
+    check_pieces(gpu, shape, [Piece(0, 530, decode=True), Piece(1, 77, decode=True)], head_dim)
+
+
+@path
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 def test_softcap(capability: tuple[int, int], kv_dtype: DType, softcap: float) -> None:
     gpu = make_gpu(0, capability)

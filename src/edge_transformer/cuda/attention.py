@@ -256,9 +256,11 @@ def sources(
     return (
         KernelSource(
             f"attention_decode{suffix}.cu", "attention_decode", 256 if tensor else 128,
-            tuple(_defines(shape, decode_heads)),
+            tuple(_defines(shape, decode_heads)), early_start=True,
         ),
-        KernelSource("attention_merge.cu", "attention_merge", _MERGE_THREADS, tuple(_merge_defines(shape))),
+        KernelSource(
+            "attention_merge.cu", "attention_merge", _MERGE_THREADS, tuple(_merge_defines(shape)), early_start=True
+        ),
         KernelSource(f"attention_prompt{suffix}.cu", "attention_prompt", plan.threads, tuple(prompt_defines)),
     )  # fmt: skip
 

@@ -49,29 +49,32 @@ extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_decode(
   ETE_SHARED(float, query, kHeads* kHeadDim);
   ETE_SHARED(float, all_weights, kWarps * kHeads * kStep);
   ETE_SHARED(float, slots, kWarps / 2 * kSlotFloats);
+  let_next_kernel_start();
   const int row = decode_row(counts, row_sequence, first_row, run_sequence);
-  if (row < 0) return;
-  const Units units = units_of(positions[row], window, first_tile, tile_count);
+  const Units units = units_of(row < 0 ? 0 : position_of(positions, row), window, first_tile, tile_count);
   const int unit = units.first + first_unit + static_cast<int>(blockIdx.x);
   const int begin = max(units.span.begin, unit * units.size);
   const int end = min(units.span.end, (unit + 1) * units.size);
-  if (begin >= end) return;
+  if (row < 0 || begin >= end) {
+    wait_for_kernels_ahead();
+    return;
+  }
 
   const int kv_head = static_cast<int>(blockIdx.y) / kHeadChunks;
   const int head = static_cast<int>(blockIdx.y) % kHeadChunks * kHeads;  // the first of the group
   const int heads_here = min(kHeads, kGroup - head);
   const int lane = lane_id(), warp = warp_id();
   const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
+  const int tile = begin / kTilePositions;
+  const uint8_t* keys = unit_keys(tables, run, row_sequence, row, table_tiles, first_tile, kv_heads, tile, kv_head,
+                                  begin, min(end - begin, kSmallestUnit));
+  const uint8_t* values = keys + values_offset({nullptr, run, first_tile, kv_heads});
+  wait_for_kernels_ahead();
   const float* q_heads = q + (row * heads + kv_head * kGroup + head) * kHeadDim;
   for (int i = static_cast<int>(threadIdx.x); i < kHeads * kHeadDim; i += ETE_THREADS)
-    query[i] = i < heads_here * kHeadDim ? q_heads[i] : 0.0f;
+    query[i] = i < heads_here * kHeadDim ? __uint_as_float(load4_ordered(q_heads + i)) : 0.0f;
   __syncthreads();
 
-  const int tile = begin / kTilePositions;
-  const Tiles tiles = {run != nullptr ? nullptr : tables + static_cast<int64_t>(row_sequence[row]) * table_tiles, run,
-                       first_tile, kv_heads};
-  const uint8_t* keys = tile_keys(tiles, tile, kv_head);
-  const uint8_t* values = keys + values_offset(tiles);
   float* weights = all_weights + warp * kHeads * kStep;  // [head][position]
 
   float m[kHeads], l[kHeads], acc[kHeads][kPairs][2];  // l is summed over the lanes at the end

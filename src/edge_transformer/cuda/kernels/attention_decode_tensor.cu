@@ -1,18 +1,20 @@
 // Attention of decode rows over keys and values in bf16, on tensor cores: block (unit of a wave, KV head, row) makes
 // the state of the row's ETE_HEADS query heads over one unit of positions.
 //
-// scores[head][position] = q k^T, acc[head][dim] = p v, both in fp32 accuracy: q and p are split in three bf16 terms,
-// and the 16 rows of an mma hold (head, high) and (head, middle), those of a second one (head, low). Keys and values go
-// from global memory into operand registers: the order of columns (and of dims) within an mma is whatever makes a
-// lane's 16 bytes one operand. Fresh accumulators for every 64 columns and every step of a warp, 32 positions. Beyond a
-// head_dim of 128 two warps take the same positions, and half of the dims each; the states of the block's warps are
-// merged as a tree.
+// scores[head][position] = q k^T, acc[head][dim] = p v, both in fp32 accuracy: q and p are split in three bf16 terms.
+// Of up to four heads the terms fill the 16 rows of one mma, (head, high), (head, middle), (head, low) and four of
+// zeros; of more heads they fill two, (head, high) and (head, middle), then (head, low). Keys and values go from global
+// memory into operand registers: the order of columns (and of dims) within an mma is whatever makes a lane's 16 bytes
+// one operand. Fresh accumulators for every 64 columns and every step of a warp, 16 positions: the smallest unit
+// occupies all warps. Beyond a head_dim of 128 two warps take the same positions, and half of the dims each. The next
+// step's keys and values are on their way while one is computed; of the first step both are asked for at once. The
+// states of the block's warps meet in shared memory and are added up in order.
 //
 // Bytes read: 2 * 2 * head_dim per position and KV head. ETE_HEADS <= 8, ETE_KV_BF16 = 1.
 #include "attention_units.cuh"
 
 constexpr int kWarps = ETE_THREADS / kWarp;
-constexpr int kStep = 32;  // positions of a warp at a time
+constexpr int kStep = 16;  // positions of a warp at a time
 constexpr int kTiles = kStep / 8;
 constexpr int kKeyChunks = (kHeadDim + 31) / 32;  // a lane's 16 bytes times four lanes
 constexpr int kSplit = kHeadDim <= 128 ? 1 : 2;   // warps that take the same positions
@@ -20,68 +22,142 @@ constexpr int kSteppers = kWarps / kSplit;        // sets of such warps
 constexpr int kValueChunks =
     (kHeadDim + 64 * kSplit - 1) / (64 * kSplit);  // a lane's 16 bytes times eight lanes, of a warp
 constexpr int kSums = kValueChunks * 16;           // acc of a lane: 16 consecutive dims of each chunk
-constexpr int kSlotFloats = (kSums + 2) * kWarp;   // a warp's state in shared memory
+constexpr int kFours = kSums / 4;                  // of acc, as they lie in shared memory
+constexpr bool kOneMma = kHeads <= 4;              // holds all terms
+constexpr int kTerms = kOneMma ? 2 : 3;  // of q and p that a lane holds: of rows g and g + 8, and g of a second
+// Keys and values are asked for a step ahead, where there are registers for them.
+constexpr bool kLoadsAhead = kOneMma || kHeadDim <= 128;
+static_assert(kTiles == 2, "the positions of a step are the depth of an mma");
 
 ETE_DEVICE uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Three terms of a lane's two numbers as the rows of the mma that the lane holds.
+ETE_DEVICE void place_terms(float first, float second, int g, uint32_t (&rows)[kTerms]) {
+  uint32_t high, middle, low;
+  split_bf16_pair(first, second, high, middle, low);
+  if constexpr (kOneMma) {
+    rows[0] = g < 4 ? high : middle;
+    rows[1] = g < 4 ? low : 0;
+  } else {
+    rows[0] = high, rows[1] = middle, rows[2] = low;
+  }
+}
+
+// d of row g, and of all rows besides: what the terms of a head give is upper + lower, with one mma over lanes g, g
+// + 4.
+ETE_DEVICE void multiply(const uint32_t (&front)[kTerms], const uint32_t (&back)[kTerms], uint32_t b_front,
+                         uint32_t b_back, float (&sum)[2][4]) {
+  const uint32_t a[4] = {front[0], front[1], back[0], back[1]}, b[2] = {b_front, b_back};
+  mma_bf16(sum[0], a, b);
+  if constexpr (!kOneMma) {
+    const uint32_t rest[4] = {front[2], 0, back[2], 0};
+    mma_bf16(sum[1], rest, b);
+  }
+}
+
+ETE_DEVICE void load_keys(uint4 (&key)[kKeyChunks][kTiles], const uint8_t* keys, int tile_begin, int step, int begin,
+                          int end) {
+  const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+  for (int chunk = 0; chunk < kKeyChunks; ++chunk)
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int position = step + 8 * n + g;
+      const bool there = position >= begin && position < end && chunk * 32 + 8 * t < kHeadDim;
+      key[chunk][n] =
+          there ? load16(keys + (position - tile_begin) * kRowBytes + chunk * 64 + 16 * t) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+// Of dims 64 * (first_chunk + chunk) + 8 * g..: rows 8 * n + 2 * t and the next.
+ETE_DEVICE void load_values(uint4 (&value)[kValueChunks][2 * kTiles], const uint8_t* values, int first_chunk,
+                            int tile_begin, int step, int begin, int end) {
+  const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+  for (int c = 0; c < kValueChunks; ++c)
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r) {
+      const int position = step + 8 * (r / 2) + 2 * t + r % 2;
+      const bool there = position >= begin && position < end && (first_chunk + c) * 64 + 8 * g < kHeadDim;
+      value[c][r] = there ? load16(values + (position - tile_begin) * kRowBytes + (first_chunk + c) * 128 + 16 * g)
+                          : make_uint4(0, 0, 0, 0);
+    }
+}
 
 extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_decode(
     const float* __restrict__ q, const int* __restrict__ positions, const int* __restrict__ row_sequence,
     const int* __restrict__ counts, const int64_t* __restrict__ tables, const uint8_t* __restrict__ run,
     float* __restrict__ unit_acc, float* __restrict__ unit_state, int table_tiles, int kv_heads, int first_tile,
     int tile_count, int run_sequence, int first_row, int first_unit, int window, float scale, float softcap) {
-  ETE_SHARED(uint4, query, kKeyChunks * 3 * kWarp);  // [chunk][term][lane]
-  ETE_SHARED(float, slots, kWarps / 2 * kSlotFloats);
+  ETE_SHARED(uint4, query, kKeyChunks * kTerms * kWarp);  // [chunk][term][lane]
+  ETE_SHARED(float4, slots, kSteppers * kSplit * kFours * kWarp);
+  ETE_SHARED(float2, slot_states, kSteppers * 8);  // (m, l) of [stepper][g]
+  let_next_kernel_start();
   const int row = decode_row(counts, row_sequence, first_row, run_sequence);
-  if (row < 0) return;
-  const Units units = units_of(positions[row], window, first_tile, tile_count);
+  const Units units = units_of(row < 0 ? 0 : position_of(positions, row), window, first_tile, tile_count);
   const int unit = units.first + first_unit + static_cast<int>(blockIdx.x);
   const int begin = max(units.span.begin, unit * units.size);
   const int end = min(units.span.end, (unit + 1) * units.size);
-  if (begin >= end) return;
+  if (row < 0 || begin >= end) {
+    wait_for_kernels_ahead();
+    return;
+  }
 
   const int kv_head = static_cast<int>(blockIdx.y) / kHeadChunks;
   const int head = static_cast<int>(blockIdx.y) % kHeadChunks * kHeads;  // the first of the group
-  const int lane = lane_id(), g = lane / 4, t = lane % 4;
-  const int stepper = warp_id() / kSplit, first_chunk = warp_id() % kSplit * kValueChunks;
+  const int lane = lane_id(), warp = warp_id(), g = lane / 4, t = lane % 4;
+  const int head_of_lane = kOneMma ? g % 4 : g;
+  const bool has_head = head_of_lane < kHeads && head + head_of_lane < kGroup;
+  const int stepper = warp / kSplit, first_chunk = warp % kSplit * kValueChunks;
   const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
+  const int tile = begin / kTilePositions, tile_begin = tile * kTilePositions;
+  const uint8_t* keys = unit_keys(tables, run, row_sequence, row, table_tiles, first_tile, kv_heads, tile, kv_head,
+                                  begin, min(end - begin, kSmallestUnit));
+  const uint8_t* values = keys + values_offset({nullptr, run, first_tile, kv_heads});
+  int step = unit * units.size + stepper * kStep;
+  while (step + kStep <= begin) step += kSteppers * kStep;
+  wait_for_kernels_ahead();
 
-  const float* q_head = q + (row * heads + kv_head * kGroup + head + g) * kHeadDim;
-  for (int chunk = warp_id(); chunk < kKeyChunks; chunk += kWarps) {
-    const int column = chunk * 32 + 8 * t;
-    uint4 high = make_uint4(0, 0, 0, 0), middle = high, low = high;
-    if (g < kHeads && head + g < kGroup && column < kHeadDim) {
-      const float4 a = load16_float(q_head + column), b = load16_float(q_head + column + 4);
-      split_bf16_pair(a.x, a.y, high.x, middle.x, low.x);
-      split_bf16_pair(a.z, a.w, high.y, middle.y, low.y);
-      split_bf16_pair(b.x, b.y, high.z, middle.z, low.z);
-      split_bf16_pair(b.z, b.w, high.w, middle.w, low.w);
+  const float* q_head = q + (row * heads + kv_head * kGroup + head + head_of_lane) * kHeadDim;
+  uint4 q_bits[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+  if (has_head && warp < kKeyChunks && warp * 32 + 8 * t < kHeadDim) {
+    q_bits[0] = load16_ordered(q_head + warp * 32 + 8 * t);
+    q_bits[1] = load16_ordered(q_head + warp * 32 + 8 * t + 4);
+  }
+  uint4 key[kKeyChunks][kTiles], value[kValueChunks][2 * kTiles];
+  if constexpr (kLoadsAhead) {
+    load_keys(key, keys, tile_begin, step, begin, end);
+    load_values(value, values, first_chunk, tile_begin, step, begin, end);
+  }
+  static_assert(kKeyChunks <= kWarps, "a warp splits one chunk of q");
+  if (warp < kKeyChunks) {
+    uint32_t rows[4][kTerms];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 bits = q_bits[i / 2];
+      place_terms(__uint_as_float(word(bits, i % 2 * 2)), __uint_as_float(word(bits, i % 2 * 2 + 1)), g, rows[i]);
     }
-    query[(chunk * 3 + 0) * kWarp + lane] = high;
-    query[(chunk * 3 + 1) * kWarp + lane] = middle;
-    query[(chunk * 3 + 2) * kWarp + lane] = low;
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term)
+      query[(warp * kTerms + term) * kWarp + lane] =
+          make_uint4(rows[0][term], rows[1][term], rows[2][term], rows[3][term]);
   }
   __syncthreads();
 
-  const int tile = begin / kTilePositions;
-  const Tiles tiles = {run != nullptr ? nullptr : tables + static_cast<int64_t>(row_sequence[row]) * table_tiles, run,
-                       first_tile, kv_heads};
-  const uint8_t* keys = tile_keys(tiles, tile, kv_head);
-  const uint8_t* values = keys + values_offset(tiles);
-
-  float m = -ETE_INFINITY, l = 0;  // of head g; l is summed over the lanes t at the end
+  float m = -ETE_INFINITY, l = 0;  // of the lane's head; l is summed over the lanes t at the end
   float acc[kValueChunks][8][2];   // [chunk][j][i]: dim 64 * (first_chunk + chunk) + 16 * t + 8 * i + j
 #pragma unroll
   for (int c = 0; c < kValueChunks; ++c)
 #pragma unroll
     for (int j = 0; j < 8; ++j) acc[c][j][0] = acc[c][j][1] = 0;
 
-  for (int step = unit * units.size + stepper * kStep; step < end; step += kSteppers * kStep) {
-    if (step + kStep <= begin) continue;
-    const int in_tile = step - tile * kTilePositions;
-    float score[kTiles][2];  // positions 8 * n + 2 * t + i
+#pragma unroll 1
+  for (; step < end; step += kSteppers * kStep) {
+    if constexpr (!kLoadsAhead) load_keys(key, keys, tile_begin, step, begin, end);
+    float upper[kTiles][2], lower[kTiles][2];  // positions 8 * n + 2 * t + i
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) score[n][0] = score[n][1] = 0;
-#pragma unroll(kHeadDim <= 128 ? 2 : 1)
+    for (int n = 0; n < kTiles; ++n) upper[n][0] = upper[n][1] = lower[n][0] = lower[n][1] = 0;
+#pragma unroll
     for (int part = 0; part < kKeyChunks; part += 2) {
       float sum[kTiles][2][4];
 #pragma unroll
@@ -90,47 +166,48 @@ extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_decode(
         for (int i = 0; i < 8; ++i) sum[n][i / 4][i % 4] = 0;
 #pragma unroll
       for (int chunk = part; chunk < part + 2 && chunk < kKeyChunks; ++chunk) {
-        uint4 key[kTiles];
+        uint32_t rows[4][kTerms];
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          const int position = step + 8 * n + g;
-          const bool there = position >= begin && position < end && chunk * 32 + 8 * t < kHeadDim;
-          key[n] =
-              there ? load16(keys + (in_tile + 8 * n + g) * kRowBytes + chunk * 64 + 16 * t) : make_uint4(0, 0, 0, 0);
-        }
-        const uint4 high = query[(chunk * 3 + 0) * kWarp + lane];
-        const uint4 middle = query[(chunk * 3 + 1) * kWarp + lane];
-        const uint4 low = query[(chunk * 3 + 2) * kWarp + lane];
-        const uint32_t first[4] = {high.x, middle.x, high.y, middle.y},
-                       second[4] = {high.z, middle.z, high.w, middle.w};
-        const uint32_t first_low[4] = {low.x, 0, low.y, 0}, second_low[4] = {low.z, 0, low.w, 0};
+        for (int term = 0; term < kTerms; ++term) {
+          const uint4 four = query[(chunk * kTerms + term) * kWarp + lane];
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          const uint32_t front[2] = {key[n].x, key[n].y};
-          mma_bf16(sum[n][0], first, front);
-          mma_bf16(sum[n][1], first_low, front);
+          for (int i = 0; i < 4; ++i) rows[i][term] = word(four, i);
         }
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          const uint32_t back[2] = {key[n].z, key[n].w};
-          mma_bf16(sum[n][0], second, back);
-          mma_bf16(sum[n][1], second_low, back);
-        }
+        for (int n = 0; n < kTiles; ++n) multiply(rows[0], rows[1], key[chunk][n].x, key[chunk][n].y, sum[n]);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) multiply(rows[2], rows[3], key[chunk][n].z, key[chunk][n].w, sum[n]);
       }
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) score[n][i] += sum[n][0][i] + (sum[n][0][2 + i] + sum[n][1][i]);
+        for (int i = 0; i < 2; ++i) {
+          upper[n][i] += sum[n][0][i];
+          lower[n][i] += sum[n][0][2 + i] + sum[n][1][i];
+        }
+    }
+    const int next = step + kSteppers * kStep;
+    if constexpr (kLoadsAhead) {
+      load_keys(key, keys, tile_begin, next, begin, end);
+    } else {
+      load_values(value, values, first_chunk, tile_begin, step, begin, end);
     }
 
     float largest = m;
+    float score[kTiles][2];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        float product = upper[n][i] + lower[n][i];
+        if constexpr (kOneMma) {
+          // Lanes g hold high and low, lanes g + 4 middle: the same sum in both.
+          const float other = warp_shuffle_xor(product, 16);
+          product = g < 4 ? product + other : other + product;
+        }
         const int position = step + 8 * n + 2 * t + i;
         const bool seen = position >= begin && position < end;
-        score[n][i] = seen ? scaled_score(score[n][i], scale, softcap) : -ETE_INFINITY;
+        score[n][i] = seen ? scaled_score(product, scale, softcap) : -ETE_INFINITY;
         largest = fmaxf(largest, score[n][i]);
       }
     largest = fmaxf(largest, warp_shuffle_xor(largest, 1));
@@ -139,83 +216,75 @@ extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_decode(
     const float kept = expf(m - reference);
     m = largest;
     float total = 0;
-    uint32_t high[kTiles], middle[kTiles], low[kTiles];  // of weights, positions 8 * n + 2 * t and the next
+    uint32_t weights[kTiles][kTerms];  // of positions 8 * n + 2 * t and the next
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float a = expf(score[n][0] - reference), b = expf(score[n][1] - reference);
       total += a + b;
-      split_bf16_pair(a, b, high[n], middle[n], low[n]);
+      place_terms(a, b, g, weights[n]);
     }
     l = fmaf(l, kept, total);
 
 #pragma unroll
-    for (int c = 0; c < kValueChunks; ++c) {
-      uint4 value[2 * kTiles];  // rows 8 * n + 2 * t and the next
-#pragma unroll
-      for (int r = 0; r < 2 * kTiles; ++r) {
-        const int offset = 8 * (r / 2) + 2 * t + r % 2, position = step + offset;
-        const bool there = position >= begin && position < end && (first_chunk + c) * 64 + 8 * g < kHeadDim;
-        value[r] = there ? load16(values + (in_tile + offset) * kRowBytes + (first_chunk + c) * 128 + 16 * g)
-                         : make_uint4(0, 0, 0, 0);
-      }
+    for (int c = 0; c < kValueChunks; ++c)
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32_t select = j % 2 == 0 ? 0x5410 : 0x7632;
         float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-#pragma unroll
-        for (int k = 0; k < kTiles / 2; ++k) {
-          const uint32_t b[2] = {byte_permute(word(value[4 * k], j / 2), word(value[4 * k + 1], j / 2), select),
-                                 byte_permute(word(value[4 * k + 2], j / 2), word(value[4 * k + 3], j / 2), select)};
-          const uint32_t upper[4] = {high[2 * k], middle[2 * k], high[2 * k + 1], middle[2 * k + 1]};
-          const uint32_t rest[4] = {low[2 * k], 0, low[2 * k + 1], 0};
-          mma_bf16(sum[0], upper, b);
-          mma_bf16(sum[1], rest, b);
-        }
+        multiply(weights[0], weights[1], byte_permute(word(value[c][0], j / 2), word(value[c][1], j / 2), select),
+                 byte_permute(word(value[c][2], j / 2), word(value[c][3], j / 2), select), sum);
 #pragma unroll
         for (int i = 0; i < 2; ++i) acc[c][j][i] = fmaf(acc[c][j][i], kept, sum[0][i] + (sum[0][2 + i] + sum[1][i]));
       }
+    if constexpr (kLoadsAhead) {
+      load_values(value, values, first_chunk, tile_begin, next, begin, end);
     }
   }
   l += warp_shuffle_xor(l, 1);
   l += warp_shuffle_xor(l, 2);
 
-  for (int half = kSteppers / 2; half > 0; half /= 2) {
-    float* slot = slots + (stepper % half * kSplit + warp_id() % kSplit) * kSlotFloats + lane;
-    if (stepper >= half && stepper < 2 * half) {
-      slot[0] = m;
-      slot[kWarp] = l;
+  if (t == 0 && first_chunk == 0) slot_states[stepper * 8 + g] = make_float2(m, l);
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) slot[(2 + i) * kWarp] = acc[i / 16][i / 2 % 8][i % 2];
-    }
-    __syncthreads();
-    if (stepper < half) {
-      const float larger = fmaxf(m, slot[0]), reference = reference_of(larger);
-      const float mine = expf(m - reference), other = expf(slot[0] - reference);
-      m = larger;
-      l = fmaf(l, mine, slot[kWarp] * other);
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        float& sum = acc[i / 16][i / 2 % 8][i % 2];
-        sum = fmaf(sum, mine, slot[(2 + i) * kWarp] * other);
-      }
-    }
-    __syncthreads();
+  for (int four = 0; four < kFours; ++four) {
+    const int c = four / 4, i = four / 2 % 2, j = four % 2 * 4;
+    slots[(warp * kFours + four) * kWarp + lane] =
+        make_float4(acc[c][j][i], acc[c][j + 1][i], acc[c][j + 2][i], acc[c][j + 3][i]);
   }
+  __syncthreads();
 
-  if (stepper != 0 || g >= kHeads || head + g >= kGroup) return;
-  const int64_t place = (blockIdx.z * heads + kv_head * kGroup + head + g) * gridDim.x + blockIdx.x;
-  if (t == 0 && first_chunk == 0) {
-    unit_state[2 * place] = m;
-    unit_state[2 * place + 1] = l;
+  float largest = -ETE_INFINITY;
+#pragma unroll
+  for (int s = 0; s < kSteppers; ++s) largest = fmaxf(largest, slot_states[s * 8 + g].x);
+  const float reference = reference_of(largest);
+  float factor[kSteppers], sum_l = 0;
+#pragma unroll
+  for (int s = 0; s < kSteppers; ++s) {
+    factor[s] = expf(slot_states[s * 8 + g].x - reference);
+    sum_l = fmaf(slot_states[s * 8 + g].y, factor[s], sum_l);
   }
+  const int64_t place = (blockIdx.z * heads + kv_head * kGroup + head + head_of_lane) * gridDim.x + blockIdx.x;
+  const bool writes = has_head && (!kOneMma || g < 4);
+  if (writes && warp == 0 && t == 0) {
+    unit_state[2 * place] = largest;
+    unit_state[2 * place + 1] = sum_l;
+  }
+#pragma unroll 1
+  for (int item = warp; item < kSplit * kFours; item += kWarps) {
+    const int split = item / kFours, four = item % kFours;
+    float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-  for (int c = 0; c < kValueChunks; ++c)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int dim = 64 * (first_chunk + c) + 16 * t + 8 * i;
-      if (dim >= kHeadDim) continue;
-      float* to = unit_acc + place * kHeadDim + dim;
-      store16(to, make_float4(acc[c][0][i], acc[c][1][i], acc[c][2][i], acc[c][3][i]));
-      store16(to + 4, make_float4(acc[c][4][i], acc[c][5][i], acc[c][6][i], acc[c][7][i]));
+    for (int s = 0; s < kSteppers; ++s) {
+      const float4 x = slots[((s * kSplit + split) * kFours + four) * kWarp + lane];
+      sum = make_float4(fmaf(x.x, factor[s], sum.x), fmaf(x.y, factor[s], sum.y), fmaf(x.z, factor[s], sum.z),
+                        fmaf(x.w, factor[s], sum.w));
     }
+    if constexpr (kOneMma) {
+      sum.x += warp_shuffle_xor(sum.x, 16);
+      sum.y += warp_shuffle_xor(sum.y, 16);
+      sum.z += warp_shuffle_xor(sum.z, 16);
+      sum.w += warp_shuffle_xor(sum.w, 16);
+    }
+    const int dim = 64 * (split * kValueChunks + four / 4) + 16 * t + 8 * (four / 2 % 2) + 4 * (four % 2);
+    if (writes && dim < kHeadDim) store16(unit_acc + place * kHeadDim + dim, sum);
+  }
 }

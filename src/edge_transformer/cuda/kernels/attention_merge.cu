@@ -16,12 +16,13 @@ attention_merge(const float* __restrict__ unit_acc, const float* __restrict__ un
   ETE_SHARED(float, kept, kMostUnits);   // factor of the running state
   ETE_SHARED(float, taken, kMostUnits);  // factor of the unit's
   ETE_SHARED(float, last_m, 1);
+  let_next_kernel_start();
   const int row = decode_row(counts, row_sequence, first_row, run_sequence);
-  if (row < 0) return;
-  const Units units = units_of(positions[row], window, first_tile, tile_count);
+  const Units units = units_of(row < 0 ? 0 : position_of(positions, row), window, first_tile, tile_count);
   const int in_tiles = units.span.begin < units.span.end ? (units.span.end - 1) / units.size - units.first + 1 : 0;
   const int count = max(0, min(wave_units, in_tiles - first_unit));
-  if (count == 0 && flags == 0) return;
+  wait_for_kernels_ahead();
+  if (row < 0 || (count == 0 && flags == 0)) return;
 
   const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.y);
   const int column = static_cast<int>(blockIdx.x) * kStateColumns;
@@ -29,11 +30,13 @@ attention_merge(const float* __restrict__ unit_acc, const float* __restrict__ un
   const int64_t place = (static_cast<int64_t>(blockIdx.z) * heads + head) * wave_units;
   for (int i = thread; i < count * (width / 4); i += ETE_THREADS) {
     const int unit = i / (width / 4), part = i % (width / 4) * 4;
-    store16(columns + unit * kStateColumns + part, load16_float(unit_acc + (place + unit) * kHeadDim + column + part));
+    store16(columns + unit * kStateColumns + part,
+            load16_ordered(unit_acc + (place + unit) * kHeadDim + column + part));
   }
   if (thread < count) {
-    unit_m[thread] = unit_state[2 * (place + thread)];
-    unit_l[thread] = unit_state[2 * (place + thread) + 1];
+    const uint2 state_of_unit = load8_ordered(unit_state + 2 * (place + thread));
+    unit_m[thread] = __uint_as_float(state_of_unit.x);
+    unit_l[thread] = __uint_as_float(state_of_unit.y);
   }
   const int64_t running = (static_cast<int64_t>(row) * heads + head) * kStateCopies + blockIdx.x;
   const bool begin = (flags & kBegin) != 0;

@@ -21,9 +21,34 @@ ETE_DEVICE Units units_of(int position, int window, int first_tile, int tile_cou
   return {size, span.begin / size, span};
 }
 
+// What follows reads arrays of the pass before the kernels ahead have ended: they came with its batch.
+
 // The row that blockIdx.z stands for, or -1 when there is none or its sequence is not in the run.
 ETE_DEVICE int decode_row(const int* counts, const int* row_sequence, int first_row, int run_sequence) {
-  const int row = counts[0] + first_row + static_cast<int>(blockIdx.z);
-  if (row >= counts[1]) return -1;
-  return run_sequence < 0 || row_sequence[row] == run_sequence ? row : -1;
+  const int rows = static_cast<int>(load4_ordered(counts + 1));
+  const int row = static_cast<int>(load4_ordered(counts)) + first_row + static_cast<int>(blockIdx.z);
+  if (row >= rows) return -1;
+  return run_sequence < 0 || static_cast<int>(load4_ordered(row_sequence + row)) == run_sequence ? row : -1;
+}
+
+ETE_DEVICE int position_of(const int* positions, int row) { return static_cast<int>(load4_ordered(positions + row)); }
+
+// Keys of a KV head in the tile of a row's unit, as tile_keys. Tiles that stay on the device are asked to come nearer,
+// `count` positions from `first` on: the copies that bring a run may still be under way.
+ETE_DEVICE const uint8_t* unit_keys(const int64_t* tables, const uint8_t* run, const int* row_sequence, int row,
+                                    int table_tiles, int first_tile, int kv_heads, int tile, int kv_head, int first,
+                                    int count) {
+  if (run != nullptr) return tile_keys({nullptr, run, first_tile, kv_heads}, tile, kv_head);
+  const int64_t sequence = static_cast<int>(load4_ordered(row_sequence + row));
+  const uint2 bits = load8_ordered(tables + sequence * table_tiles + tile);
+  const uint64_t base = static_cast<uint64_t>(bits.y) << 32 | bits.x;
+  const int64_t head_bytes = static_cast<int64_t>(kTilePositions) * kRowBytes;
+  const uint8_t* keys = reinterpret_cast<const uint8_t*>(base) + kv_head * head_bytes;
+  const uint8_t* nearer = keys + (first - tile * kTilePositions) * kRowBytes;
+#pragma unroll 1
+  for (int at = 128 * static_cast<int>(threadIdx.x); at < count * kRowBytes; at += 128 * ETE_THREADS) {
+    prefetch(nearer + at);
+    prefetch(nearer + kv_heads * head_bytes + at);
+  }
+  return keys;
 }
