@@ -17,6 +17,7 @@ _MOST_COLUMNS = 16384  # of x in shared memory
 _MOST_SLICE_BITS = 2
 _MOST_REGISTERS = {WeightFormat.Q5_1, WeightFormat.Q5_K, WeightFormat.Q6_K}
 _HIGH_BITS = {WeightFormat.Q5_0, WeightFormat.Q5_1, WeightFormat.Q5_K, WeightFormat.Q6_K}
+_MANY_REGISTERS = {WeightFormat.Q4_1, WeightFormat.Q4_K, *_HIGH_BITS}
 _FEW_ROWS_GAIN = 1.2  # in evenness, from which on a warp takes few rows
 
 
@@ -52,9 +53,13 @@ def gemv_shapes(weight_format: WeightFormat, batch: int, gated: bool, tail: bool
     ahead = 4 if batch == 1 and unit_columns(weight_format) < _WARP and not gated else 2
     if batch <= 2:
         few, many = (1, 2) if gated else (1, 4)
-        # Two steps under way keep more bytes coming than a third block's first loads do.
-        steps = 2 if batch == 1 and weight_format not in _MOST_REGISTERS else 1
-        shapes = GemvShape(few, ahead, 256, 2, 2), GemvShape(many, steps, 256, 2, 2)
+        # Where registers allow: three blocks for gate and up, which have columns enough for them; elsewhere two steps
+        # under way.
+        if batch == 1 and gated and weight_format not in _MANY_REGISTERS:
+            most = GemvShape(many, 1, 256, 3, 3)
+        else:
+            most = GemvShape(many, 2 if batch == 1 and weight_format not in _MOST_REGISTERS else 1, 256, 2, 2)
+        shapes = GemvShape(few, ahead, 256, 2, 2), most
     else:
         few, many = (1, 2) if gated else (2, 4)
         blocks = 2 if batch == 4 and weight_format not in _HIGH_BITS else 1
