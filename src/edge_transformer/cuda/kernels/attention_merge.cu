@@ -28,13 +28,14 @@ attention_merge(const float* __restrict__ unit_acc, const float* __restrict__ un
   const int column = static_cast<int>(blockIdx.x) * kStateColumns;
   const int width = min(kStateColumns, kHeadDim - column);
   const int64_t place = (static_cast<int64_t>(blockIdx.z) * heads + head) * wave_units;
+  uint2 state_of_unit = make_uint2(0, 0);  // asked for before what is waited for next
+  if (thread < count) state_of_unit = load8_ordered(unit_state + 2 * (place + thread));
   for (int i = thread; i < count * (width / 4); i += ETE_THREADS) {
     const int unit = i / (width / 4), part = i % (width / 4) * 4;
     store16(columns + unit * kStateColumns + part,
             load16_ordered(unit_acc + (place + unit) * kHeadDim + column + part));
   }
   if (thread < count) {
-    const uint2 state_of_unit = load8_ordered(unit_state + 2 * (place + thread));
     unit_m[thread] = __uint_as_float(state_of_unit.x);
     unit_l[thread] = __uint_as_float(state_of_unit.y);
   }
