@@ -14,7 +14,7 @@ import pytest
 from cpu.made_weights import MadeWeight, make_weight
 from cuda.device_pass import F32, DevicePass
 from edge_transformer.cuda import linear
-from edge_transformer.cuda.gemm_shape import gemm_workspace_bytes
+from edge_transformer.cuda.gemm_shape import GemmShape, gemm_workspace_bytes
 from edge_transformer.cuda.gemv_shape import GemvShape, gemv_cut, unit_columns
 from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.formats.weight import FORMATS, Weight, WeightFormat, packed_layout
@@ -201,11 +201,21 @@ def test_tiles_change_no_bit(weight_format: WeightFormat, fast_prefill: bool, mo
         ops.linear.linear_group(weights, [None] * 3, device_x, outs, rows, ops.at.stream)
         results.append([ops.at.read(out) for out in outs])
     results.append([ops.product(weight, x[:7], prompt=7) for weight in weights])
+    assert np.array_equal(added_to(ops, weights[0], x, shapes[0], monkeypatch), results[0][0] + np.float32(1))
     for one, first, *others in zip(made, *results, strict=True):
         if not fast_prefill:
             assert_close(first, one, x)
         for other in others:
             assert np.array_equal(other, first[: len(other)])
+
+
+def added_to(ops: Ops, weight: Weight, x: F32, shape: GemmShape, monkeypatch: pytest.MonkeyPatch) -> F32:
+    """The product added to ones: every output is added once, whatever threads a tile leaves over."""
+    monkeypatch.setattr(linear, "gemm_shape", lambda *_: shape)
+    tokens = len(x)
+    residual = ops.at.tensor(np.ones((tokens, weight.layout.rows), np.float32))
+    ops.linear.linear_add(weight, None, ops.at.tensor(x), residual, ops.at.rows(tokens, tokens), ops.at.stream)
+    return ops.at.read(residual)
 
 
 def bf16(values: F32) -> F32:

@@ -325,14 +325,15 @@ ETE_DEVICE void put_results(float* results, const Totals& totals, const Place& p
 
 ETE_DEVICE void write_results(const float* results, const Tile& tile, const float* up_biases, int gated, int x_start,
                               int x_rows, int epilogue, int activation) {
-  const int columns = gated != 0 ? kTileWeights / 2 : kTileWeights;
+  const int columns = gated != 0 ? kTileWeights / 2 : kTileWeights, x_step = ETE_THREADS / columns;
   const int column = static_cast<int>(threadIdx.x) % columns, row = tile.row_start + column;
   const Matrix& matrix = tile.matrix;
-  if (row >= matrix.rows) return;
+  // An output is one thread's: a second one would add to the residual again.
+  if (row >= matrix.rows || static_cast<int>(threadIdx.x) >= x_step * columns) return;
   const float bias = matrix.bias == nullptr ? 0.0f : matrix.bias[row];
   const float up_bias = gated == 0 || up_biases == nullptr ? 0.0f : up_biases[row];
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) / columns; i < x_rows; i += ETE_THREADS / columns) {
+  for (int i = static_cast<int>(threadIdx.x) / columns; i < x_rows; i += x_step) {
     const float y = results[i * kResultPitch + column] + bias;
     float* out = matrix.out + static_cast<int64_t>(x_start + i) * matrix.rows + row;
     if (gated != 0) {
