@@ -190,6 +190,8 @@ class Attention:
         visible = where.count if shape.window is None else min(where.count, _window_tiles(shape.window))
         most = min(visible * (KV_TILE_POSITIONS // _SMALLEST_UNIT), max(_MOST_UNITS, visible))
         width = min(_wave_units(rows), most)
+        # Blocks take units by turns: as many as run at once, those with units of a short context first.
+        head_blocks = shape.kv_heads * _chunks(shape, _decode_heads(shape))
         unit_acc = workspace + _state_bytes(shape, self._rows)
         unit_state = unit_acc + 4 * rows * shape.heads * width * shape.head_dim
         common: list[Argument] = [np.int32(where.first), np.int32(where.count), np.int32(where.sequence)]
@@ -197,13 +199,13 @@ class Attention:
             flags = _flags(begin and first_unit == 0, end and first_unit + width >= most)
             self._gpu.launch(
                 self._decode,
-                (width, shape.kv_heads * _chunks(shape, _decode_heads(shape)), rows),
+                (head_blocks, rows, min(width, max(1, self._gpu.properties.multiprocessors // (head_blocks * rows)))),
                 0,
                 stream,
                 [
                     q.address, arrays.positions, arrays.row_sequence, arrays.counts, where.table, where.run, unit_acc,
                     unit_state, np.int32(where.columns), np.int32(shape.kv_heads), *common, np.int32(first_row),
-                    np.int32(first_unit), *_scores(shape),
+                    np.int32(first_unit), np.int32(width), *_scores(shape),
                 ],
                 reads=where.memory,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-// Attention of decode rows with plain multiply-adds: block (unit of a wave, KV head, row) makes the state of the row's
+// Attention of decode rows with plain multiply-adds: block (KV head, row, units of a wave) makes the state of the row's
 // ETE_HEADS query heads over one unit of positions.
 //
 // A warp takes 32 positions at a time. Scores: lane = position, the query broadcast from shared memory; a lane reads
@@ -41,169 +41,176 @@ ETE_DEVICE float2 load_pair(const uint8_t* at) {
 #endif
 }
 
-extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_decode(
-    const float* __restrict__ q, const int* __restrict__ positions, const int* __restrict__ row_sequence,
-    const int* __restrict__ counts, const int64_t* __restrict__ tables, const uint8_t* __restrict__ run,
-    float* __restrict__ unit_acc, float* __restrict__ unit_state, int table_tiles, int kv_heads, int first_tile,
-    int tile_count, int run_sequence, int first_row, int first_unit, int window, float scale, float softcap) {
+extern "C" __global__ void ETE_ATTENTION_BOUNDS
+attention_decode(const float* __restrict__ q, const int* __restrict__ positions, const int* __restrict__ row_sequence,
+                 const int* __restrict__ counts, const int64_t* __restrict__ tables, const uint8_t* __restrict__ run,
+                 float* __restrict__ unit_acc, float* __restrict__ unit_state, int table_tiles, int kv_heads,
+                 int first_tile, int tile_count, int run_sequence, int first_row, int first_unit, int wave_units,
+                 int window, float scale, float softcap) {
   ETE_SHARED(float, query, kHeads* kHeadDim);
   ETE_SHARED(float, all_weights, kWarps * kHeads * kStep);
   ETE_SHARED(float, slots, kWarps / 2 * kSlotFloats);
   let_next_kernel_start();
-  const int row = decode_row(counts, row_sequence, first_row, run_sequence);
+  const int row = decode_row(counts, row_sequence, first_row, static_cast<int>(blockIdx.y), run_sequence);
   const Units units = units_of(row < 0 ? 0 : position_of(positions, row), window, first_tile, tile_count);
-  const int unit = units.first + first_unit + static_cast<int>(blockIdx.x);
-  const int begin = max(units.span.begin, unit * units.size);
-  const int end = min(units.span.end, (unit + 1) * units.size);
-  if (row < 0 || begin >= end) {
-    wait_for_kernels_ahead();
+  int in_wave = static_cast<int>(blockIdx.z);
+  if (row < 0 || units.span.begin >= units.span.end ||
+      (units.first + first_unit + in_wave) * units.size >= units.span.end) {
+    leave_idle();
     return;
   }
+#pragma unroll 1
+  for (; in_wave < wave_units; in_wave += static_cast<int>(gridDim.z)) {
+    const int unit = units.first + first_unit + in_wave;
+    const int begin = max(units.span.begin, unit * units.size);
+    const int end = min(units.span.end, (unit + 1) * units.size);
+    if (begin >= end) break;
 
-  const int kv_head = static_cast<int>(blockIdx.y) / kHeadChunks;
-  const int head = static_cast<int>(blockIdx.y) % kHeadChunks * kHeads;  // the first of the group
-  const int heads_here = min(kHeads, kGroup - head);
-  const int lane = lane_id(), warp = warp_id();
-  const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
-  const int tile = begin / kTilePositions;
-  const uint8_t* keys = unit_keys(tables, run, row_sequence, row, table_tiles, first_tile, kv_heads, tile, kv_head,
-                                  begin, min(end - begin, kSmallestUnit));
-  const uint8_t* values = keys + values_offset({nullptr, run, first_tile, kv_heads});
-  wait_for_kernels_ahead();
-  const float* q_heads = q + (row * heads + kv_head * kGroup + head) * kHeadDim;
-  for (int i = static_cast<int>(threadIdx.x); i < kHeads * kHeadDim; i += ETE_THREADS)
-    query[i] = i < heads_here * kHeadDim ? __uint_as_float(load4_ordered(q_heads + i)) : 0.0f;
-  __syncthreads();
+    const int kv_head = static_cast<int>(blockIdx.x) / kHeadChunks;
+    const int head = static_cast<int>(blockIdx.x) % kHeadChunks * kHeads;  // the first of the group
+    const int heads_here = min(kHeads, kGroup - head);
+    const int lane = lane_id(), warp = warp_id();
+    const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
+    const int tile = begin / kTilePositions;
+    const uint8_t* keys = unit_keys(tables, run, row_sequence, row, table_tiles, first_tile, kv_heads, tile, kv_head,
+                                    begin, min(end - begin, kSmallestUnit));
+    const uint8_t* values = keys + values_offset({nullptr, run, first_tile, kv_heads});
+    wait_for_kernels_ahead();
+    const float* q_heads = q + (row * heads + kv_head * kGroup + head) * kHeadDim;
+    for (int i = static_cast<int>(threadIdx.x); i < kHeads * kHeadDim; i += ETE_THREADS)
+      query[i] = i < heads_here * kHeadDim ? __uint_as_float(load4_ordered(q_heads + i)) : 0.0f;
+    __syncthreads();
 
-  float* weights = all_weights + warp * kHeads * kStep;  // [head][position]
+    float* weights = all_weights + warp * kHeads * kStep;  // [head][position]
 
-  float m[kHeads], l[kHeads], acc[kHeads][kPairs][2];  // l is summed over the lanes at the end
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    m[h] = -ETE_INFINITY;
-    l[h] = 0;
-#pragma unroll
-    for (int p = 0; p < kPairs; ++p) acc[h][p][0] = acc[h][p][1] = 0;
-  }
-
-  for (int step = unit * units.size + warp * kStep; step < end; step += kWarps * kStep) {
-    if (step + kStep <= begin) continue;
-    const int in_tile = step - tile * kTilePositions;
-    const bool seen = step + lane >= begin && step + lane < end;
-    float score[kHeads];
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) score[h] = 0;
-    if (seen) {
-      const uint8_t* key = keys + (in_tile + lane) * kRowBytes;
-      for (int part = 0; part < kHeadDim; part += kColumns) {
-        float sum[kHeads];
-#pragma unroll
-        for (int h = 0; h < kHeads; ++h) sum[h] = 0;
-#pragma unroll 2
-        for (int d = part; d < min(part + kColumns, kHeadDim); d += 8) {
-          float k[8];
-          load_elements(key + d * kElementBytes, k);
-#pragma unroll
-          for (int h = 0; h < kHeads; ++h) {
-            const float4 a = load16_float(query + h * kHeadDim + d), b = load16_float(query + h * kHeadDim + d + 4);
-            sum[h] = fmaf(k[3], a.w, fmaf(k[2], a.z, fmaf(k[1], a.y, fmaf(k[0], a.x, sum[h]))));
-            sum[h] = fmaf(k[7], b.w, fmaf(k[6], b.z, fmaf(k[5], b.y, fmaf(k[4], b.x, sum[h]))));
-          }
-        }
-#pragma unroll
-        for (int h = 0; h < kHeads; ++h) score[h] += sum[h];
-      }
-    }
-    warp_sync();  // the weights of the step before have been read
+    float m[kHeads], l[kHeads], acc[kHeads][kPairs][2];  // l is summed over the lanes at the end
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      const float s = seen ? scaled_score(score[h], scale, softcap) : -ETE_INFINITY;
-      const float larger = fmaxf(m[h], warp_max(s)), reference = reference_of(larger);
-      const float kept = expf(m[h] - reference), weight = expf(s - reference);
-      m[h] = larger;
-      l[h] = fmaf(l[h], kept, weight);
-      weights[h * kStep + lane] = weight;
+      m[h] = -ETE_INFINITY;
+      l[h] = 0;
+#pragma unroll
+      for (int p = 0; p < kPairs; ++p) acc[h][p][0] = acc[h][p][1] = 0;
+    }
+
+    for (int step = unit * units.size + warp * kStep; step < end; step += kWarps * kStep) {
+      if (step + kStep <= begin) continue;
+      const int in_tile = step - tile * kTilePositions;
+      const bool seen = step + lane >= begin && step + lane < end;
+      float score[kHeads];
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) score[h] = 0;
+      if (seen) {
+        const uint8_t* key = keys + (in_tile + lane) * kRowBytes;
+        for (int part = 0; part < kHeadDim; part += kColumns) {
+          float sum[kHeads];
+#pragma unroll
+          for (int h = 0; h < kHeads; ++h) sum[h] = 0;
+#pragma unroll 2
+          for (int d = part; d < min(part + kColumns, kHeadDim); d += 8) {
+            float k[8];
+            load_elements(key + d * kElementBytes, k);
+#pragma unroll
+            for (int h = 0; h < kHeads; ++h) {
+              const float4 a = load16_float(query + h * kHeadDim + d), b = load16_float(query + h * kHeadDim + d + 4);
+              sum[h] = fmaf(k[3], a.w, fmaf(k[2], a.z, fmaf(k[1], a.y, fmaf(k[0], a.x, sum[h]))));
+              sum[h] = fmaf(k[7], b.w, fmaf(k[6], b.z, fmaf(k[5], b.y, fmaf(k[4], b.x, sum[h]))));
+            }
+          }
+#pragma unroll
+          for (int h = 0; h < kHeads; ++h) score[h] += sum[h];
+        }
+      }
+      warp_sync();  // the weights of the step before have been read
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        const float s = seen ? scaled_score(score[h], scale, softcap) : -ETE_INFINITY;
+        const float larger = fmaxf(m[h], warp_max(s)), reference = reference_of(larger);
+        const float kept = expf(m[h] - reference), weight = expf(s - reference);
+        m[h] = larger;
+        l[h] = fmaf(l[h], kept, weight);
+        weights[h * kStep + lane] = weight;
+#pragma unroll
+        for (int p = 0; p < kPairs; ++p) {
+          acc[h][p][0] *= kept;
+          acc[h][p][1] *= kept;
+        }
+      }
+      warp_sync();
+      for (int four = 0; four < kStep; four += 4) {
+        if (step + four + 4 <= begin || step + four >= end) continue;
+        float2 value[4][kPairs];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int p = 0; p < kPairs; ++p) {
+            const int position = step + four + i, dim = 64 * p + 2 * lane;
+            const bool there = position >= begin && position < end && dim < kHeadDim;
+            value[i][p] =
+                there ? load_pair(values + (in_tile + four + i) * kRowBytes + dim * kElementBytes) : make_float2(0, 0);
+          }
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          const float4 w = load16_float(weights + h * kStep + four);
+#pragma unroll
+          for (int p = 0; p < kPairs; ++p) {
+            acc[h][p][0] =
+                fmaf(w.w, value[3][p].x,
+                     fmaf(w.z, value[2][p].x, fmaf(w.y, value[1][p].x, fmaf(w.x, value[0][p].x, acc[h][p][0]))));
+            acc[h][p][1] =
+                fmaf(w.w, value[3][p].y,
+                     fmaf(w.z, value[2][p].y, fmaf(w.y, value[1][p].y, fmaf(w.x, value[0][p].y, acc[h][p][1]))));
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) l[h] = warp_sum(l[h]);
+
+    for (int half = kWarps / 2; half > 0; half /= 2) {
+      float* slot = slots + warp % half * kSlotFloats + lane;
+      if (warp >= half && warp < 2 * half) {
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          slot[2 * h * kWarp] = m[h];
+          slot[(2 * h + 1) * kWarp] = l[h];
+#pragma unroll
+          for (int p = 0; p < 2 * kPairs; ++p) slot[(2 * kHeads + h * 2 * kPairs + p) * kWarp] = acc[h][p / 2][p % 2];
+        }
+      }
+      __syncthreads();
+      if (warp < half) {
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          const float other_m = slot[2 * h * kWarp];
+          const float larger = fmaxf(m[h], other_m), reference = reference_of(larger);
+          const float mine = expf(m[h] - reference), other = expf(other_m - reference);
+          m[h] = larger;
+          l[h] = fmaf(l[h], mine, slot[(2 * h + 1) * kWarp] * other);
+#pragma unroll
+          for (int p = 0; p < 2 * kPairs; ++p) {
+            float& sum = acc[h][p / 2][p % 2];
+            sum = fmaf(sum, mine, slot[(2 * kHeads + h * 2 * kPairs + p) * kWarp] * other);
+          }
+        }
+      }
+      __syncthreads();
+    }
+
+    if (warp != 0) continue;
+    const int64_t place = (blockIdx.y * heads + kv_head * kGroup + head) * wave_units + in_wave;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h >= heads_here) break;
+      const int64_t at = place + static_cast<int64_t>(h) * wave_units;
+      if (lane == 0) {
+        unit_state[2 * at] = m[h];
+        unit_state[2 * at + 1] = l[h];
+      }
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
-        acc[h][p][0] *= kept;
-        acc[h][p][1] *= kept;
+        const int dim = 64 * p + 2 * lane;
+        if (dim < kHeadDim) store8(unit_acc + at * kHeadDim + dim, make_float2(acc[h][p][0], acc[h][p][1]));
       }
-    }
-    warp_sync();
-    for (int four = 0; four < kStep; four += 4) {
-      if (step + four + 4 <= begin || step + four >= end) continue;
-      float2 value[4][kPairs];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int p = 0; p < kPairs; ++p) {
-          const int position = step + four + i, dim = 64 * p + 2 * lane;
-          const bool there = position >= begin && position < end && dim < kHeadDim;
-          value[i][p] =
-              there ? load_pair(values + (in_tile + four + i) * kRowBytes + dim * kElementBytes) : make_float2(0, 0);
-        }
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        const float4 w = load16_float(weights + h * kStep + four);
-#pragma unroll
-        for (int p = 0; p < kPairs; ++p) {
-          acc[h][p][0] =
-              fmaf(w.w, value[3][p].x,
-                   fmaf(w.z, value[2][p].x, fmaf(w.y, value[1][p].x, fmaf(w.x, value[0][p].x, acc[h][p][0]))));
-          acc[h][p][1] =
-              fmaf(w.w, value[3][p].y,
-                   fmaf(w.z, value[2][p].y, fmaf(w.y, value[1][p].y, fmaf(w.x, value[0][p].y, acc[h][p][1]))));
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) l[h] = warp_sum(l[h]);
-
-  for (int half = kWarps / 2; half > 0; half /= 2) {
-    float* slot = slots + warp % half * kSlotFloats + lane;
-    if (warp >= half && warp < 2 * half) {
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        slot[2 * h * kWarp] = m[h];
-        slot[(2 * h + 1) * kWarp] = l[h];
-#pragma unroll
-        for (int p = 0; p < 2 * kPairs; ++p) slot[(2 * kHeads + h * 2 * kPairs + p) * kWarp] = acc[h][p / 2][p % 2];
-      }
-    }
-    __syncthreads();
-    if (warp < half) {
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        const float other_m = slot[2 * h * kWarp];
-        const float larger = fmaxf(m[h], other_m), reference = reference_of(larger);
-        const float mine = expf(m[h] - reference), other = expf(other_m - reference);
-        m[h] = larger;
-        l[h] = fmaf(l[h], mine, slot[(2 * h + 1) * kWarp] * other);
-#pragma unroll
-        for (int p = 0; p < 2 * kPairs; ++p) {
-          float& sum = acc[h][p / 2][p % 2];
-          sum = fmaf(sum, mine, slot[(2 * kHeads + h * 2 * kPairs + p) * kWarp] * other);
-        }
-      }
-    }
-    __syncthreads();
-  }
-
-  if (warp != 0) return;
-  const int64_t place = (blockIdx.z * heads + kv_head * kGroup + head) * gridDim.x + blockIdx.x;
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    if (h >= heads_here) break;
-    const int64_t at = place + static_cast<int64_t>(h) * gridDim.x;
-    if (lane == 0) {
-      unit_state[2 * at] = m[h];
-      unit_state[2 * at + 1] = l[h];
-    }
-#pragma unroll
-    for (int p = 0; p < kPairs; ++p) {
-      const int dim = 64 * p + 2 * lane;
-      if (dim < kHeadDim) store8(unit_acc + at * kHeadDim + dim, make_float2(acc[h][p][0], acc[h][p][1]));
     }
   }
 }

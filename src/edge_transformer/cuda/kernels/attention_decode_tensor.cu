@@ -1,4 +1,4 @@
-// Attention of decode rows over keys and values in bf16, on tensor cores: block (unit of a wave, KV head, row) makes
+// Attention of decode rows over keys and values in bf16, on tensor cores: block (KV head, row, units of a wave) makes
 // the state of the row's ETE_HEADS query heads over one unit of positions.
 //
 // scores[head][position] = q k^T, acc[head][dim] = p v, both in fp32 accuracy: q and p are split in three bf16 terms.
@@ -25,8 +25,9 @@ constexpr int kSums = kValueChunks * 16;           // acc of a lane: 16 consecut
 constexpr int kFours = kSums / 4;                  // of acc, as they lie in shared memory
 constexpr bool kOneMma = kHeads <= 4;              // holds all terms
 constexpr int kTerms = kOneMma ? 2 : 3;  // of q and p that a lane holds: of rows g and g + 8, and g of a second
-// Keys and values are asked for a step ahead, where there are registers for them.
-constexpr bool kLoadsAhead = kOneMma || kHeadDim <= 128;
+// Keys and values are asked for a step ahead, or else at least together, where there are registers for them.
+constexpr bool kLoadsAhead = kHeadDim <= (kOneMma ? 128 : 64);
+constexpr bool kLoadsTogether = kOneMma || kHeadDim <= 128;
 static_assert(kTiles == 2, "the positions of a step are the depth of an mma");
 
 ETE_DEVICE uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -84,207 +85,217 @@ ETE_DEVICE void load_values(uint4 (&value)[kValueChunks][2 * kTiles], const uint
     }
 }
 
-extern "C" __global__ void ETE_ATTENTION_BOUNDS attention_decode(
-    const float* __restrict__ q, const int* __restrict__ positions, const int* __restrict__ row_sequence,
-    const int* __restrict__ counts, const int64_t* __restrict__ tables, const uint8_t* __restrict__ run,
-    float* __restrict__ unit_acc, float* __restrict__ unit_state, int table_tiles, int kv_heads, int first_tile,
-    int tile_count, int run_sequence, int first_row, int first_unit, int window, float scale, float softcap) {
+extern "C" __global__ void ETE_ATTENTION_BOUNDS
+attention_decode(const float* __restrict__ q, const int* __restrict__ positions, const int* __restrict__ row_sequence,
+                 const int* __restrict__ counts, const int64_t* __restrict__ tables, const uint8_t* __restrict__ run,
+                 float* __restrict__ unit_acc, float* __restrict__ unit_state, int table_tiles, int kv_heads,
+                 int first_tile, int tile_count, int run_sequence, int first_row, int first_unit, int wave_units,
+                 int window, float scale, float softcap) {
   ETE_SHARED(uint4, query, kKeyChunks * kTerms * kWarp);  // [chunk][term][lane]
   ETE_SHARED(float4, slots, kSteppers * kSplit * kFours * kWarp);
   ETE_SHARED(float2, slot_states, kSteppers * 8);  // (m, l) of [stepper][g]
   let_next_kernel_start();
-  const int row = decode_row(counts, row_sequence, first_row, run_sequence);
+  const int row = decode_row(counts, row_sequence, first_row, static_cast<int>(blockIdx.y), run_sequence);
   const Units units = units_of(row < 0 ? 0 : position_of(positions, row), window, first_tile, tile_count);
-  const int unit = units.first + first_unit + static_cast<int>(blockIdx.x);
-  const int begin = max(units.span.begin, unit * units.size);
-  const int end = min(units.span.end, (unit + 1) * units.size);
-  if (row < 0 || begin >= end) {
-    wait_for_kernels_ahead();
+  int in_wave = static_cast<int>(blockIdx.z);
+  if (row < 0 || units.span.begin >= units.span.end ||
+      (units.first + first_unit + in_wave) * units.size >= units.span.end) {
+    leave_idle();
     return;
   }
+#pragma unroll 1
+  for (; in_wave < wave_units; in_wave += static_cast<int>(gridDim.z)) {
+    const int unit = units.first + first_unit + in_wave;
+    const int begin = max(units.span.begin, unit * units.size);
+    const int end = min(units.span.end, (unit + 1) * units.size);
+    if (begin >= end) break;
 
-  const int kv_head = static_cast<int>(blockIdx.y) / kHeadChunks;
-  const int head = static_cast<int>(blockIdx.y) % kHeadChunks * kHeads;  // the first of the group
-  const int lane = lane_id(), warp = warp_id(), g = lane / 4, t = lane % 4;
-  const int head_of_lane = kOneMma ? g % 4 : g;
-  const bool has_head = head_of_lane < kHeads && head + head_of_lane < kGroup;
-  const int stepper = warp / kSplit, first_chunk = warp % kSplit * kValueChunks;
-  const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
-  const int tile = begin / kTilePositions, tile_begin = tile * kTilePositions;
-  const uint8_t* keys = unit_keys(tables, run, row_sequence, row, table_tiles, first_tile, kv_heads, tile, kv_head,
-                                  begin, min(end - begin, kSmallestUnit));
-  const uint8_t* values = keys + values_offset({nullptr, run, first_tile, kv_heads});
-  int step = unit * units.size + stepper * kStep;
-  while (step + kStep <= begin) step += kSteppers * kStep;
-  wait_for_kernels_ahead();
+    const int kv_head = static_cast<int>(blockIdx.x) / kHeadChunks;
+    const int head = static_cast<int>(blockIdx.x) % kHeadChunks * kHeads;  // the first of the group
+    const int lane = lane_id(), warp = warp_id(), g = lane / 4, t = lane % 4;
+    const int head_of_lane = kOneMma ? g % 4 : g;
+    const bool has_head = head_of_lane < kHeads && head + head_of_lane < kGroup;
+    const int stepper = warp / kSplit, first_chunk = warp % kSplit * kValueChunks;
+    const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
+    const int tile = begin / kTilePositions, tile_begin = tile * kTilePositions;
+    const uint8_t* keys = unit_keys(tables, run, row_sequence, row, table_tiles, first_tile, kv_heads, tile, kv_head,
+                                    begin, min(end - begin, kSmallestUnit));
+    const uint8_t* values = keys + values_offset({nullptr, run, first_tile, kv_heads});
+    int step = unit * units.size + stepper * kStep;
+    while (step + kStep <= begin) step += kSteppers * kStep;
+    wait_for_kernels_ahead();
 
-  const float* q_head = q + (row * heads + kv_head * kGroup + head + head_of_lane) * kHeadDim;
-  uint4 q_bits[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-  if (has_head && warp < kKeyChunks && warp * 32 + 8 * t < kHeadDim) {
-    q_bits[0] = load16_ordered(q_head + warp * 32 + 8 * t);
-    q_bits[1] = load16_ordered(q_head + warp * 32 + 8 * t + 4);
-  }
-  uint4 key[kKeyChunks][kTiles], value[kValueChunks][2 * kTiles];
-  if constexpr (kLoadsAhead) {
-    load_keys(key, keys, tile_begin, step, begin, end);
-    load_values(value, values, first_chunk, tile_begin, step, begin, end);
-  }
-  static_assert(kKeyChunks <= kWarps, "a warp splits one chunk of q");
-  if (warp < kKeyChunks) {
-    uint32_t rows[4][kTerms];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 bits = q_bits[i / 2];
-      place_terms(__uint_as_float(word(bits, i % 2 * 2)), __uint_as_float(word(bits, i % 2 * 2 + 1)), g, rows[i]);
+    const float* q_head = q + (row * heads + kv_head * kGroup + head + head_of_lane) * kHeadDim;
+    uint4 q_bits[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+    if (has_head && warp < kKeyChunks && warp * 32 + 8 * t < kHeadDim) {
+      q_bits[0] = load16_ordered(q_head + warp * 32 + 8 * t);
+      q_bits[1] = load16_ordered(q_head + warp * 32 + 8 * t + 4);
     }
+    uint4 key[kKeyChunks][kTiles], value[kValueChunks][2 * kTiles];
+    if constexpr (kLoadsAhead) {
+      load_keys(key, keys, tile_begin, step, begin, end);
+      load_values(value, values, first_chunk, tile_begin, step, begin, end);
+    }
+    static_assert(kKeyChunks <= kWarps, "a warp splits one chunk of q");
+    if (warp < kKeyChunks) {
+      uint32_t rows[4][kTerms];
 #pragma unroll
-    for (int term = 0; term < kTerms; ++term)
-      query[(warp * kTerms + term) * kWarp + lane] =
-          make_uint4(rows[0][term], rows[1][term], rows[2][term], rows[3][term]);
-  }
-  __syncthreads();
+      for (int i = 0; i < 4; ++i) {
+        const uint4 bits = q_bits[i / 2];
+        place_terms(__uint_as_float(word(bits, i % 2 * 2)), __uint_as_float(word(bits, i % 2 * 2 + 1)), g, rows[i]);
+      }
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term)
+        query[(warp * kTerms + term) * kWarp + lane] =
+            make_uint4(rows[0][term], rows[1][term], rows[2][term], rows[3][term]);
+    }
+    __syncthreads();
 
-  float m = -ETE_INFINITY, l = 0;  // of the lane's head; l is summed over the lanes t at the end
-  float acc[kValueChunks][8][2];   // [chunk][j][i]: dim 64 * (first_chunk + chunk) + 16 * t + 8 * i + j
+    float m = -ETE_INFINITY, l = 0;  // of the lane's head; l is summed over the lanes t at the end
+    float acc[kValueChunks][8][2];   // [chunk][j][i]: dim 64 * (first_chunk + chunk) + 16 * t + 8 * i + j
 #pragma unroll
-  for (int c = 0; c < kValueChunks; ++c)
+    for (int c = 0; c < kValueChunks; ++c)
 #pragma unroll
-    for (int j = 0; j < 8; ++j) acc[c][j][0] = acc[c][j][1] = 0;
+      for (int j = 0; j < 8; ++j) acc[c][j][0] = acc[c][j][1] = 0;
 
 #pragma unroll 1
-  for (; step < end; step += kSteppers * kStep) {
-    if constexpr (!kLoadsAhead) load_keys(key, keys, tile_begin, step, begin, end);
-    float upper[kTiles][2], lower[kTiles][2];  // positions 8 * n + 2 * t + i
+    for (; step < end; step += kSteppers * kStep) {
+      if constexpr (!kLoadsAhead) {
+        load_keys(key, keys, tile_begin, step, begin, end);
+        if constexpr (kLoadsTogether) load_values(value, values, first_chunk, tile_begin, step, begin, end);
+      }
+      float upper[kTiles][2], lower[kTiles][2];  // positions 8 * n + 2 * t + i
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) upper[n][0] = upper[n][1] = lower[n][0] = lower[n][1] = 0;
+      for (int n = 0; n < kTiles; ++n) upper[n][0] = upper[n][1] = lower[n][0] = lower[n][1] = 0;
 #pragma unroll
-    for (int part = 0; part < kKeyChunks; part += 2) {
-      float sum[kTiles][2][4];
+      for (int part = 0; part < kKeyChunks; part += 2) {
+        float sum[kTiles][2][4];
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n)
+        for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[n][i / 4][i % 4] = 0;
+          for (int i = 0; i < 8; ++i) sum[n][i / 4][i % 4] = 0;
 #pragma unroll
-      for (int chunk = part; chunk < part + 2 && chunk < kKeyChunks; ++chunk) {
-        uint32_t rows[4][kTerms];
+        for (int chunk = part; chunk < part + 2 && chunk < kKeyChunks; ++chunk) {
+          uint32_t rows[4][kTerms];
 #pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-          const uint4 four = query[(chunk * kTerms + term) * kWarp + lane];
+          for (int term = 0; term < kTerms; ++term) {
+            const uint4 four = query[(chunk * kTerms + term) * kWarp + lane];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) rows[i][term] = word(four, i);
+            for (int i = 0; i < 4; ++i) rows[i][term] = word(four, i);
+          }
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) multiply(rows[0], rows[1], key[chunk][n].x, key[chunk][n].y, sum[n]);
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) multiply(rows[2], rows[3], key[chunk][n].z, key[chunk][n].w, sum[n]);
         }
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) multiply(rows[0], rows[1], key[chunk][n].x, key[chunk][n].y, sum[n]);
+        for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) multiply(rows[2], rows[3], key[chunk][n].z, key[chunk][n].w, sum[n]);
+          for (int i = 0; i < 2; ++i) {
+            upper[n][i] += sum[n][0][i];
+            lower[n][i] += sum[n][0][2 + i] + sum[n][1][i];
+          }
       }
+      const int next = step + kSteppers * kStep;
+      if constexpr (kLoadsAhead) {
+        load_keys(key, keys, tile_begin, next, begin, end);
+      } else if constexpr (!kLoadsTogether) {
+        load_values(value, values, first_chunk, tile_begin, step, begin, end);
+      }
+
+      float largest = m;
+      float score[kTiles][2];
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          upper[n][i] += sum[n][0][i];
-          lower[n][i] += sum[n][0][2 + i] + sum[n][1][i];
+          float product = upper[n][i] + lower[n][i];
+          if constexpr (kOneMma) {
+            // Lanes g hold high and low, lanes g + 4 middle: the same sum in both.
+            const float other = warp_shuffle_xor(product, 16);
+            product = g < 4 ? product + other : other + product;
+          }
+          const int position = step + 8 * n + 2 * t + i;
+          const bool seen = position >= begin && position < end;
+          score[n][i] = seen ? scaled_score(product, scale, softcap) : -ETE_INFINITY;
+          largest = fmaxf(largest, score[n][i]);
         }
-    }
-    const int next = step + kSteppers * kStep;
-    if constexpr (kLoadsAhead) {
-      load_keys(key, keys, tile_begin, next, begin, end);
-    } else {
-      load_values(value, values, first_chunk, tile_begin, step, begin, end);
-    }
-
-    float largest = m;
-    float score[kTiles][2];
+      largest = fmaxf(largest, warp_shuffle_xor(largest, 1));
+      largest = fmaxf(largest, warp_shuffle_xor(largest, 2));
+      const float reference = reference_of(largest);
+      const float kept = expf(m - reference);
+      m = largest;
+      float total = 0;
+      uint32_t weights[kTiles][kTerms];  // of positions 8 * n + 2 * t and the next
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float product = upper[n][i] + lower[n][i];
-        if constexpr (kOneMma) {
-          // Lanes g hold high and low, lanes g + 4 middle: the same sum in both.
-          const float other = warp_shuffle_xor(product, 16);
-          product = g < 4 ? product + other : other + product;
-        }
-        const int position = step + 8 * n + 2 * t + i;
-        const bool seen = position >= begin && position < end;
-        score[n][i] = seen ? scaled_score(product, scale, softcap) : -ETE_INFINITY;
-        largest = fmaxf(largest, score[n][i]);
+      for (int n = 0; n < kTiles; ++n) {
+        const float a = expf(score[n][0] - reference), b = expf(score[n][1] - reference);
+        total += a + b;
+        place_terms(a, b, g, weights[n]);
       }
-    largest = fmaxf(largest, warp_shuffle_xor(largest, 1));
-    largest = fmaxf(largest, warp_shuffle_xor(largest, 2));
+      l = fmaf(l, kept, total);
+
+#pragma unroll
+      for (int c = 0; c < kValueChunks; ++c)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const uint32_t select = j % 2 == 0 ? 0x5410 : 0x7632;
+          float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+          multiply(weights[0], weights[1], byte_permute(word(value[c][0], j / 2), word(value[c][1], j / 2), select),
+                   byte_permute(word(value[c][2], j / 2), word(value[c][3], j / 2), select), sum);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) acc[c][j][i] = fmaf(acc[c][j][i], kept, sum[0][i] + (sum[0][2 + i] + sum[1][i]));
+        }
+      if constexpr (kLoadsAhead) {
+        load_values(value, values, first_chunk, tile_begin, next, begin, end);
+      }
+    }
+    l += warp_shuffle_xor(l, 1);
+    l += warp_shuffle_xor(l, 2);
+
+    if (t == 0 && first_chunk == 0) slot_states[stepper * 8 + g] = make_float2(m, l);
+#pragma unroll
+    for (int four = 0; four < kFours; ++four) {
+      const int c = four / 4, i = four / 2 % 2, j = four % 2 * 4;
+      slots[(warp * kFours + four) * kWarp + lane] =
+          make_float4(acc[c][j][i], acc[c][j + 1][i], acc[c][j + 2][i], acc[c][j + 3][i]);
+    }
+    __syncthreads();
+
+    float largest = -ETE_INFINITY;
+#pragma unroll
+    for (int s = 0; s < kSteppers; ++s) largest = fmaxf(largest, slot_states[s * 8 + g].x);
     const float reference = reference_of(largest);
-    const float kept = expf(m - reference);
-    m = largest;
-    float total = 0;
-    uint32_t weights[kTiles][kTerms];  // of positions 8 * n + 2 * t and the next
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const float a = expf(score[n][0] - reference), b = expf(score[n][1] - reference);
-      total += a + b;
-      place_terms(a, b, g, weights[n]);
-    }
-    l = fmaf(l, kept, total);
-
-#pragma unroll
-    for (int c = 0; c < kValueChunks; ++c)
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const uint32_t select = j % 2 == 0 ? 0x5410 : 0x7632;
-        float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-        multiply(weights[0], weights[1], byte_permute(word(value[c][0], j / 2), word(value[c][1], j / 2), select),
-                 byte_permute(word(value[c][2], j / 2), word(value[c][3], j / 2), select), sum);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) acc[c][j][i] = fmaf(acc[c][j][i], kept, sum[0][i] + (sum[0][2 + i] + sum[1][i]));
-      }
-    if constexpr (kLoadsAhead) {
-      load_values(value, values, first_chunk, tile_begin, next, begin, end);
-    }
-  }
-  l += warp_shuffle_xor(l, 1);
-  l += warp_shuffle_xor(l, 2);
-
-  if (t == 0 && first_chunk == 0) slot_states[stepper * 8 + g] = make_float2(m, l);
-#pragma unroll
-  for (int four = 0; four < kFours; ++four) {
-    const int c = four / 4, i = four / 2 % 2, j = four % 2 * 4;
-    slots[(warp * kFours + four) * kWarp + lane] =
-        make_float4(acc[c][j][i], acc[c][j + 1][i], acc[c][j + 2][i], acc[c][j + 3][i]);
-  }
-  __syncthreads();
-
-  float largest = -ETE_INFINITY;
-#pragma unroll
-  for (int s = 0; s < kSteppers; ++s) largest = fmaxf(largest, slot_states[s * 8 + g].x);
-  const float reference = reference_of(largest);
-  float factor[kSteppers], sum_l = 0;
-#pragma unroll
-  for (int s = 0; s < kSteppers; ++s) {
-    factor[s] = expf(slot_states[s * 8 + g].x - reference);
-    sum_l = fmaf(slot_states[s * 8 + g].y, factor[s], sum_l);
-  }
-  const int64_t place = (blockIdx.z * heads + kv_head * kGroup + head + head_of_lane) * gridDim.x + blockIdx.x;
-  const bool writes = has_head && (!kOneMma || g < 4);
-  if (writes && warp == 0 && t == 0) {
-    unit_state[2 * place] = largest;
-    unit_state[2 * place + 1] = sum_l;
-  }
-#pragma unroll 1
-  for (int item = warp; item < kSplit * kFours; item += kWarps) {
-    const int split = item / kFours, four = item % kFours;
-    float4 sum = make_float4(0, 0, 0, 0);
+    float factor[kSteppers], sum_l = 0;
 #pragma unroll
     for (int s = 0; s < kSteppers; ++s) {
-      const float4 x = slots[((s * kSplit + split) * kFours + four) * kWarp + lane];
-      sum = make_float4(fmaf(x.x, factor[s], sum.x), fmaf(x.y, factor[s], sum.y), fmaf(x.z, factor[s], sum.z),
-                        fmaf(x.w, factor[s], sum.w));
+      factor[s] = expf(slot_states[s * 8 + g].x - reference);
+      sum_l = fmaf(slot_states[s * 8 + g].y, factor[s], sum_l);
     }
-    if constexpr (kOneMma) {
-      sum.x += warp_shuffle_xor(sum.x, 16);
-      sum.y += warp_shuffle_xor(sum.y, 16);
-      sum.z += warp_shuffle_xor(sum.z, 16);
-      sum.w += warp_shuffle_xor(sum.w, 16);
+    const int64_t place = (blockIdx.y * heads + kv_head * kGroup + head + head_of_lane) * wave_units + in_wave;
+    const bool writes = has_head && (!kOneMma || g < 4);
+    if (writes && warp == 0 && t == 0) {
+      unit_state[2 * place] = largest;
+      unit_state[2 * place + 1] = sum_l;
     }
-    const int dim = 64 * (split * kValueChunks + four / 4) + 16 * t + 8 * (four / 2 % 2) + 4 * (four % 2);
-    if (writes && dim < kHeadDim) store16(unit_acc + place * kHeadDim + dim, sum);
+#pragma unroll 1
+    for (int item = warp; item < kSplit * kFours; item += kWarps) {
+      const int split = item / kFours, four = item % kFours;
+      float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int s = 0; s < kSteppers; ++s) {
+        const float4 x = slots[((s * kSplit + split) * kFours + four) * kWarp + lane];
+        sum = make_float4(fmaf(x.x, factor[s], sum.x), fmaf(x.y, factor[s], sum.y), fmaf(x.z, factor[s], sum.z),
+                          fmaf(x.w, factor[s], sum.w));
+      }
+      if constexpr (kOneMma) {
+        sum.x += warp_shuffle_xor(sum.x, 16);
+        sum.y += warp_shuffle_xor(sum.y, 16);
+        sum.z += warp_shuffle_xor(sum.z, 16);
+        sum.w += warp_shuffle_xor(sum.w, 16);
+      }
+      const int dim = 64 * (split * kValueChunks + four / 4) + 16 * t + 8 * (four / 2 % 2) + 4 * (four % 2);
+      if (writes && dim < kHeadDim) store16(unit_acc + place * kHeadDim + dim, sum);
+    }
   }
 }

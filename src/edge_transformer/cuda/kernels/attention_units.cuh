@@ -23,12 +23,18 @@ ETE_DEVICE Units units_of(int position, int window, int first_tile, int tile_cou
 
 // What follows reads arrays of the pass before the kernels ahead have ended: they came with its batch.
 
-// The row that blockIdx.z stands for, or -1 when there is none or its sequence is not in the run.
-ETE_DEVICE int decode_row(const int* counts, const int* row_sequence, int first_row, int run_sequence) {
+// The row `index` of a launch, or -1 when there is none or its sequence is not in the run.
+ETE_DEVICE int decode_row(const int* counts, const int* row_sequence, int first_row, int index, int run_sequence) {
   const int rows = static_cast<int>(load4_ordered(counts + 1));
-  const int row = static_cast<int>(load4_ordered(counts)) + first_row + static_cast<int>(blockIdx.z);
+  const int row = static_cast<int>(load4_ordered(counts)) + first_row + index;
   if (row >= rows) return -1;
   return run_sequence < 0 || static_cast<int>(load4_ordered(row_sequence + row)) == run_sequence ? row : -1;
+}
+
+// Before a block of a launch that has nothing to do leaves. One waits, so that no kernel that follows runs before those
+// ahead have ended; the others would only keep room from blocks at work.
+ETE_DEVICE void leave_idle() {
+  if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) wait_for_kernels_ahead();
 }
 
 ETE_DEVICE int position_of(const int* positions, int row) { return static_cast<int>(load4_ordered(positions + row)); }
