@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from edge_transformer.cuda.backend import _runs
+from edge_transformer.cuda.kv_offload import contiguous_runs
 from edge_transformer.cuda.runtime import Gpu, Stream
 from edge_transformer.cuda.tile_memory import LockedTileMemory
 from edge_transformer.engine.kv import LayerTiles, TileGeometry
@@ -41,7 +41,7 @@ def test_no_copy_crosses_from_one_allocation_into_the_next() -> None:
     tiles = LayerTiles(geometry, LockedTileMemory(cast(Gpu, gpu), cast(Stream, None)))
     tiles.prepare(0, 64 * 512)
     assert len(gpu.blocks) > 2
-    for start, count in _runs(tiles.addresses(), 0, geometry.tile_bytes, 64):
+    for start, count in contiguous_runs(tiles.addresses(), 0, geometry.tile_bytes, 64):
         first = int(tiles.addresses()[start])
         assert any(
             block.address <= first and first + count * geometry.tile_bytes <= block.address + block.nbytes

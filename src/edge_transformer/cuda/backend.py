@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -31,31 +30,15 @@ from edge_transformer.cuda.delta import workspace_bytes as delta_workspace_bytes
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, DeviceBatch
 from edge_transformer.cuda.elementwise import ElementwiseOps
 from edge_transformer.cuda.gemm_shape import gemm_workspace_bytes
+from edge_transformer.cuda.kv_offload import KvOffload
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
-from edge_transformer.cuda.runtime import Event, Gpu, Graph, Memory, Stream
+from edge_transformer.cuda.runtime import Gpu, Graph, Memory, Stream
 from edge_transformer.cuda.streamed_head import StreamedHead
 from edge_transformer.formats.weight import Weight, round_up
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
 from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor, array_at
-
-KV_BUFFERS = 2
-
-
-class OffloadBuffers:
-    """Two buffers in the arena that take runs of KV tiles by turns, with the events that keep copy and use apart."""
-
-    def __init__(self, gpu: Gpu, arena: Arena, nbytes: int, compute: Stream) -> None:
-        self.nbytes = nbytes
-        self.copies = gpu.stream("KV copies")
-        self.addresses = [arena.take(nbytes, f"KV buffer {index}") for index in range(KV_BUFFERS)]
-        self.filled: list[Event] = [gpu.event() for _ in range(KV_BUFFERS)]
-        self.freed: list[Event] = [gpu.event() for _ in range(KV_BUFFERS)]
-        self.appended = gpu.event()
-        self.turn = 0
-        for event in self.freed:
-            gpu.record(event, compute)
 
 
 class Mode(Enum):
@@ -109,9 +92,9 @@ class CudaBackend:
         self._host = host
         self._fast = fast_prefill
         self._widest = widest
-        self._kv_memory = kv_memory
+        self._kv_memory = () if kv_memory is None else (kv_memory,)
         self._state_memory = () if state_memory is None else (state_memory,)
-        self._offload = None if kv_memory is not None else OffloadBuffers(gpu, arena, kv_buffer_bytes, compute)
+        self._offload = None if kv_memory is not None else KvOffload(gpu, arena, kv_buffer_bytes, compute)
         self._linear = LinearOps(gpu, fast_prefill)
         self._elementwise = ElementwiseOps(gpu)
         block_bytes = DeviceBatch.block_bytes(capacity)
@@ -256,27 +239,23 @@ class CudaBackend:
             device.row_sequence,
             device.tile_table(shape.layer),
             device.tile_stride,
-            self._written_tiles(shape, batch),
+            list(self._kv_memory) if self._offload is None else self._offload.written_tiles(shape, batch),
             self._rows,
             self._compute,
         )
         if self._offload is not None:
-            self._gpu.record(self._offload.appended, self._compute)
+            self._offload.mark_appended()
 
     def attention(self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch) -> None:
         if self._mode is Mode.REPLAYING:
             return
         if self._offload is None:
-            kv = KvTable(
-                self._device.tile_table(shape.layer),
-                self._device.tile_stride,
-                0,
-                self._tiles(),
-                () if self._kv_memory is None else (self._kv_memory,),
-            )
-            self._attend(q, shape, out, kv, batch, begin=True, end=True)
-        else:
-            self._attend_offloaded(q, shape, out, batch, self._offload)
+            table = self._device.tile_table(shape.layer)
+            kv = KvTable(table, self._device.tile_stride, 0, self._tiles(), self._kv_memory)
+            self._attend(q, shape, out, kv, begin=True, end=True)
+            return
+        for run, begin, end in self._offload.runs(shape, batch):
+            self._attend(q, shape, out, run, begin, end)
 
     def split_query_gate(self, joined: Tensor, shape: AttentionShape, q: Tensor, gate: Tensor, batch: Batch) -> None:
         if self._mode is Mode.REPLAYING:
@@ -407,8 +386,8 @@ class CudaBackend:
             return
         self._drop_capture()
         self._gpu.synchronize(self._compute)  # the pass before has read its arrays and the staging memory
-        if self._given_up and self._offload is not None:  # copies that no kernel has waited for
-            self._gpu.synchronize(self._offload.copies)
+        if self._given_up and self._offload is not None:
+            self._offload.settle()
         self._given_up = False
         self._device.stage(batch)
         self._batch = batch
@@ -468,14 +447,7 @@ class CudaBackend:
         ]
 
     def _attend(
-        self,
-        q: Tensor,
-        shape: AttentionShape,
-        out: Tensor,
-        kv: KvTable | KvRun,
-        batch: Batch,
-        begin: bool,
-        end: bool,
+        self, q: Tensor, shape: AttentionShape, out: Tensor, kv: KvTable | KvRun, begin: bool, end: bool
     ) -> None:
         """Take the tiles of `kv` into the states of all rows of the pass."""
         device, op = self._device, self._attention(shape)
@@ -485,41 +457,6 @@ class CudaBackend:
             op.prompt(q, out, arrays, device.query_block_count, kv, workspace, self._compute, begin, end)
         if device.decode_rows:
             op.decode(q, out, arrays, self._rows.decode, kv, workspace, self._compute, begin, end)
-
-    def _attend_offloaded(
-        self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch, buffers: OffloadBuffers
-    ) -> None:
-        """Runs of host tiles through two buffers: copy of the next under compute of this one."""
-        tile_bytes = _tile_bytes(shape)
-        at_once = max(1, buffers.nbytes // tile_bytes)
-        for sequence, table in enumerate(batch.tile_tables[shape.layer]):
-            positions = batch.positions[batch.row_sequence == sequence]
-            first = 0 if shape.window is None else max(0, int(positions.min()) - shape.window + 1) // KV_TILE_POSITIONS
-            last, appended = int(positions.max()) // KV_TILE_POSITIONS, int(positions.min()) // KV_TILE_POSITIONS
-            runs = _runs(table[first : last + 1], first, tile_bytes, at_once)
-            for number, (start, count) in enumerate(runs):
-                buffer = buffers.turn
-                buffers.turn = (buffers.turn + 1) % KV_BUFFERS
-                if start + count > appended:
-                    self._gpu.wait(buffers.copies, buffers.appended)
-                self._gpu.wait(buffers.copies, buffers.freed[buffer])
-                self._gpu.copy(buffers.addresses[buffer], int(table[start]), count * tile_bytes, buffers.copies)
-                self._gpu.record(buffers.filled[buffer], buffers.copies)
-                self._gpu.wait(self._compute, buffers.filled[buffer])
-                run = KvRun(buffers.addresses[buffer], start, count, sequence)
-                self._attend(q, shape, out, run, batch, begin=number == 0, end=number == len(runs) - 1)
-                self._gpu.record(buffers.freed[buffer], self._compute)
-
-    def _written_tiles(self, shape: AttentionShape, batch: Batch) -> list[tuple[int, int]]:
-        """(address, bytes) of the tiles that the pass appends to."""
-        if self._kv_memory is not None:
-            return [self._kv_memory]
-        tile_bytes = _tile_bytes(shape)
-        tiles = {
-            (int(sequence), int(position) // KV_TILE_POSITIONS)
-            for sequence, position in zip(batch.row_sequence, batch.positions, strict=True)
-        }
-        return [(int(batch.tile_tables[shape.layer][sequence, tile]), tile_bytes) for sequence, tile in sorted(tiles)]
 
     def _stage(self, rows: int, cols: int) -> Tensor:
         """Page-locked host memory for f32 [rows, cols]; what was staged there before must have been read."""
@@ -533,22 +470,6 @@ class CudaBackend:
                 self._staging.close()
             self._staging = self._gpu.allocate_host(nbytes, "staging memory")
         return self._staging
-
-
-def _runs(table: npt.NDArray[np.int64], first: int, tile_bytes: int, at_once: int) -> list[tuple[int, int]]:
-    """(first tile, tiles) of stretches that lie one behind the other in host memory, each at most `at_once` tiles."""
-    runs: list[tuple[int, int]] = [(first, 1)]
-    for index, (before, address) in enumerate(pairwise(int(value) for value in table), start=first + 1):
-        start, count = runs[-1]
-        if address == before + tile_bytes and count < at_once:
-            runs[-1] = (start, count + 1)
-        else:
-            runs.append((index, 1))
-    return runs
-
-
-def _tile_bytes(shape: AttentionShape) -> int:
-    return 2 * shape.kv_heads * KV_TILE_POSITIONS * shape.head_dim * ITEM_BYTES[shape.kv_dtype]
 
 
 def _host_tensor(values: npt.NDArray[np.float32]) -> Tensor:
