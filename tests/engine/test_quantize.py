@@ -296,6 +296,42 @@ def test_a_journal_that_a_crash_cut_off(tmp_path: Path) -> None:
     ).read_bytes()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b'{"name": [], "error": [0, 0, 0]}\n',
+        b'{"name": "lm_head.weight", "error": ["x", 0, 0]}\n',
+        b'{"name": "lm_head.weight", "error": [null, {}, true]}\n',
+    ],
+    ids=["no text", "nested", "name", "string", "null"],
+)
+def test_a_journal_that_is_none_is_named(tmp_path: Path, damage: bytes) -> None:
+    source = tiny_source(tmp_path)
+
+    def stop(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(source, tmp_path / "out", Quantization("int8"), 1, stop)
+    journal = tmp_path / "out.partial" / JOURNAL_FILE
+    journal.write_bytes(journal.read_bytes() + damage)
+    with pytest.raises(UsageError, match=rf"{JOURNAL_FILE} cannot be read .*; delete the folder"):
+        quantize_model(source, tmp_path / "out", Quantization("int8"), threads=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_within_the_source_and_its_templates(tmp_path: Path) -> None:
+    """Of the templates' folder only files are copied: never the folder that is being made, into itself."""
+    source = tiny_source(tmp_path)
+    os.mkfifo(source / "additional_chat_templates" / "pipe")
+    for out in (source / "out", source / "additional_chat_templates" / "out"):
+        quantize_model(source, out, Quantization("int8"), threads=1)
+        assert os.listdir(out / "additional_chat_templates") == ["tools.jinja"]
+        assert read_model(open_checkpoint(out)).config == read_model(open_checkpoint(source)).config
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     source = tiny_source(tmp_path)
     (tmp_path / "out").mkdir()

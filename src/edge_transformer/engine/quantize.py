@@ -314,7 +314,8 @@ def _write_settings(source: Path, checkpoint: Checkpoint, choice: Quantization, 
     _copy(origin, folder, [name for name in _COPIED_FILES if (origin / name).is_file()] + _licences(origin))
     for name in _COPIED_FOLDERS:
         if (origin / name).is_dir():
-            shutil.copytree(origin / name, folder / name, dirs_exist_ok=True)
+            (folder / name).mkdir(exist_ok=True)
+            _copy(origin / name, folder / name, [path.name for path in (origin / name).iterdir() if path.is_file()])
 
 
 def _licences(folder: Path) -> list[str]:

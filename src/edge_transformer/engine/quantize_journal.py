@@ -69,7 +69,10 @@ class Journal:
 
     def _read(self, folder: Path, identity: dict[str, object]) -> None:
         self._file.seek(0)
-        lines = self._file.read().splitlines(keepends=True)
+        try:
+            lines = self._file.read().splitlines(keepends=True)
+        except UnicodeDecodeError as error:
+            raise self._unreadable(error) from error
         if lines and not lines[-1].endswith("\n"):  # the line that a crash cut off
             lines.pop()
             self._file.truncate(len("".join(lines).encode()))
@@ -85,6 +88,15 @@ class Journal:
                 )
             for line in lines[1:]:
                 entry = json.loads(line)
-                self.finished[entry["name"]] = QuantizationError(*entry["error"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{folder / JOURNAL_FILE} cannot be read ({error}); delete the folder") from error
+                self.finished[entry["name"]] = QuantizationError(*map(_number, entry["error"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> UsageError:
+        return UsageError(f"{self._path} cannot be read ({error}); delete the folder {self._path.parent}")
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{str(value)[:40]!r} is no number")
+    return value
