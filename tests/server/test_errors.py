@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from edge_transformer.engine.request import Limits
+from edge_transformer.text.tokenizer import Tokenizer
 from server.tiny_server import Served, serving
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -113,6 +114,43 @@ def test_a_prompt_that_is_too_long_is_refused_at_once(served: Served) -> None:
     assert served.scheduler.statistics.passes == before
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         served.client().completions.create(model="tiny", prompt="x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a b " * 2_000_000}]}, "messages"),
+        (TEXT, {"prompt": "1" * 8_000_000}, "prompt"),
+        (TEXT, {"prompt": ["x", "1" * 8_000_000]}, "prompt"),
+        ("/tokenize", {"prompt": " " * 8_000_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": " " * 8_000_000}]}, "messages"),
+    ],
+)
+def test_what_no_context_holds_is_refused_before_it_is_cut_into_tokens(
+    served: Served, path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **settings: Any) -> list[int]:
+        cut.append(len(text))
+        return encode(self, text, **settings)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    error = refused(served, path, {"model": "tiny", **body})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert "2048" in error["message"]
+    assert max(cut, default=0) < 1000
+
+
+def test_many_prompts_are_counted_before_any_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(self: object, text: str, **settings: Any) -> list[int]:
+        raise AssertionError("a prompt was read")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    error = refused(served, TEXT, {"model": "tiny", "prompt": ["x"] * 129})
+    assert error["param"] == "prompt"
+    assert "129 prompts" in error["message"]
 
 
 def test_an_answer_ends_with_the_context(served: Served) -> None:

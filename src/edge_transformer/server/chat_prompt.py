@@ -16,6 +16,7 @@ from edge_transformer.server.errors import invalid
 from edge_transformer.server.grammar import AfterMark, Grammars, json_grammar
 from edge_transformer.server.messages import template_messages
 from edge_transformer.server.parameters import too_long
+from edge_transformer.server.prompt_text import encode_prompt
 from edge_transformer.server.schema import ChatRequest, NamedTool, TokenizeRequest
 from edge_transformer.server.tool_syntax import ANY_OBJECT, ToolSyntax, describe_tools, tool_syntax
 from edge_transformer.text.chat_template import ChatTemplate, missing_chat_template
@@ -43,7 +44,7 @@ def chat_prompt(llm: LLM, grammars: Grammars, request: ChatRequest) -> ChatPromp
             messages, tools = describe_tools(messages, tools), None
     reasons = any(THINK_END in source for source in template.templates.values())
     text = template.render(messages, tools=tools, variables=_variables(request, reasons))
-    ids = llm.tokenizer.encode(text, add_bos=False)
+    ids = encode_prompt(llm, text, "messages", add_bos=False)
     if len(ids) + 1 > llm.context_length:
         raise too_long(len(ids), llm.context_length, "messages")
     if not ids:
@@ -58,8 +59,11 @@ def tokens_of(llm: LLM, request: TokenizeRequest) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if request.prompt is not None:
-        return llm.tokenizer.encode(request.prompt, add_bos=None if request.add_special_tokens is not False else False)
-    return llm.tokenizer.encode(_template(llm).render(template_messages(request.messages or [])), add_bos=False)
+        return encode_prompt(
+            llm, request.prompt, "prompt", add_bos=None if request.add_special_tokens is not False else False
+        )
+    text = _template(llm).render(template_messages(request.messages or []))
+    return encode_prompt(llm, text, "messages", add_bos=False)
 
 
 def _template(llm: LLM) -> ChatTemplate:

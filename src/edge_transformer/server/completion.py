@@ -16,6 +16,7 @@ from edge_transformer.server.inbox import ChoicePiece, Inbox, Progress
 from edge_transformer.server.job import STREAM_WAIT_S, Job, NumberedListener
 from edge_transformer.server.logprobs import completion_logprobs
 from edge_transformer.server.parameters import generation_config, prompts_of, seeds, too_long
+from edge_transformer.server.prompt_text import encode_prompt
 from edge_transformer.server.schema import CompletionRequest
 from edge_transformer.server.service import Running
 
@@ -29,9 +30,12 @@ def completion_prompts(llm: LLM, request: CompletionRequest) -> list[list[int]]:
         raise invalid("best_of other than n is not supported; leave it out", "best_of", "unsupported_parameter")
     if request.echo and request.logprobs is not None:
         raise invalid("echo together with logprobs is not supported", "echo", "unsupported_parameter")
+    asked = prompts_of(request)
+    if len(asked) > MAX_PROMPTS:
+        raise invalid(f"{len(asked)} prompts in one request; allowed: {MAX_PROMPTS}", "prompt")
     prompts = []
-    for prompt in prompts_of(request):
-        ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    for prompt in asked:
+        ids = encode_prompt(llm, prompt, "prompt") if isinstance(prompt, str) else prompt
         if not ids:
             raise invalid("the prompt is empty: it has no token to start from", "prompt")
         if len(ids) + 1 > llm.context_length:
@@ -40,8 +44,6 @@ def completion_prompts(llm: LLM, request: CompletionRequest) -> list[list[int]]:
             last = llm.config.vocab_size - 1
             raise invalid(f"token {highest} does not exist; this model's tokens are 0 to {last}", "prompt")
         prompts.append(ids)
-    if len(prompts) > MAX_PROMPTS:
-        raise invalid(f"{len(prompts)} prompts in one request; allowed: {MAX_PROMPTS}", "prompt")
     return prompts
 
 
