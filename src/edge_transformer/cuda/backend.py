@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ from edge_transformer.cuda.attention import (
     workspace_bytes,
 )
 from edge_transformer.cuda.attention import sources as attention_sources
+from edge_transformer.cuda.decode_graphs import DecodeGraphs
 from edge_transformer.cuda.delta import DeltaArrays, DeltaParameters, DeltaStage, GatedDelta
 from edge_transformer.cuda.delta import check_shape as check_delta_shape
 from edge_transformer.cuda.delta import sources as delta_sources
@@ -33,7 +33,7 @@ from edge_transformer.cuda.gemm_shape import gemm_workspace_bytes
 from edge_transformer.cuda.kv_offload import KvOffload
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
-from edge_transformer.cuda.runtime import Gpu, Graph, Memory, Stream
+from edge_transformer.cuda.runtime import Gpu, Memory, Stream
 from edge_transformer.cuda.streamed_head import StreamedHead
 from edge_transformer.formats.weight import Weight, round_up
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
@@ -41,27 +41,13 @@ from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
 from edge_transformer.ops.tensor import ITEM_BYTES, DType, Tensor, array_at
 
 
-class Mode(Enum):
-    """What the ops of the pass at hand do: queue their work, queue it into a graph, or nothing, since a graph has
-    it.
-    """
-
-    EAGER = "eager"
-    CAPTURING = "capturing"
-    REPLAYING = "replaying"
-
-
 class CudaBackend:
     """The ops on a GPU, for passes within `capacity`.
 
-    Decode passes replay a graph where nothing is streamed (`replayable`): a pass of a new kind is recorded, from the
-    upload of its batch to the selection of its logit rows, later ones of the kind are launched at once. Positions and
-    lengths are read from device memory, so the graph needs no patching.
-
     host: does what is computed on the CPU. kv_memory: (address, bytes) of the KV cache in the arena, None when it is in
-    page-locked host memory and comes in runs through buffers of `kv_buffer_bytes`. state_memory: (address, bytes) of
-    the recurrent state in the arena, where the model has any. widest: the most columns of a layer's matrix. Used by one
-    thread at a time.
+    page-locked host memory and comes in runs through buffers of `kv_buffer_bytes`. replayable: decode passes may replay
+    a graph, since nothing is streamed. state_memory: (address, bytes) of the recurrent state in the arena, where the
+    model has any. widest: the most columns of a layer's matrix. Used by one thread at a time.
     """
 
     name = "cuda"
@@ -82,10 +68,8 @@ class CudaBackend:
     ) -> None:
         self._gpu = gpu
         self._replayable = replayable
-        self._mode = Mode.EAGER
         self._given_up = False
-        self._graphs: dict[tuple[int, int, int], Graph] = {}
-        self._graph_key = (0, 0, 0)
+        self._graphs = DecodeGraphs(gpu, compute)
         self._arena = arena
         self._compute = compute
         self._capacity = capacity
@@ -172,9 +156,9 @@ class CudaBackend:
             raise ValueError("reserve has not been called")
         rows = Tensor(self._embedded.address, (batch.rows, out.shape[1]), DType.F32, self._embedded)
         self._host.gather_rows(table, batch, scale, rows)
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             # All that the graph reads is in place: the GPU works while Python walks through the layers.
-            self._graphs[self._graph_key].launch(self._compute)
+            self._graphs.replay()
         else:
             bound = self._rows.prompt + self._rows.decode
             self._gpu.copy(out.address, rows.address, bound * out.shape[1] * ITEM_BYTES[DType.F32], self._compute)
@@ -190,7 +174,7 @@ class CudaBackend:
         batch: Batch,
     ) -> None:
         self._begin(batch)
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             return
         self._elementwise.add_norm(residual, delta, delta_norm, weight, eps, out, self._rows, self._compute)
 
@@ -202,12 +186,12 @@ class CudaBackend:
         outs: Sequence[Tensor],
         batch: Batch,
     ) -> None:
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             return
         self._linear.linear_group(weights, biases, x, outs, self._rows, self._compute)
 
     def linear_add(self, weight: Weight, bias: Tensor | None, x: Tensor, residual: Tensor, batch: Batch) -> None:
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             return
         self._linear.linear_add(weight, bias, x, residual, self._rows, self._compute)
 
@@ -222,7 +206,7 @@ class CudaBackend:
         shape: AttentionShape,
         batch: Batch,
     ) -> None:
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             return
         device = self._device
         self._elementwise.qk_norm_rope_append(
@@ -247,7 +231,7 @@ class CudaBackend:
             self._offload.mark_appended()
 
     def attention(self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch) -> None:
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             return
         if self._offload is None:
             table = self._device.tile_table(shape.layer)
@@ -258,12 +242,12 @@ class CudaBackend:
             self._attend(q, shape, out, run, begin, end)
 
     def split_query_gate(self, joined: Tensor, shape: AttentionShape, q: Tensor, gate: Tensor, batch: Batch) -> None:
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             return
         self._elementwise.split_query_gate(joined, shape, q, gate, self._rows, self._compute)
 
     def apply_gate(self, x: Tensor, gate: Tensor, batch: Batch) -> None:
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             return
         self._elementwise.apply_gate(x, gate, self._rows, self._compute)
 
@@ -281,7 +265,7 @@ class CudaBackend:
         out: Tensor,
         batch: Batch,
     ) -> None:
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             return
         device = self._device
         arrays = DeltaArrays(
@@ -311,7 +295,7 @@ class CudaBackend:
         out: Tensor,
         batch: Batch,
     ) -> None:
-        if self._mode is Mode.REPLAYING:
+        if self._graphs.replaying:
             return
         self._linear.gated_mlp(gate, up, gate_bias, up_bias, activation, x, out, self._rows, self._compute)
 
@@ -331,15 +315,10 @@ class CudaBackend:
 
     def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
         """`rows` must be the logit rows of the batch, which lie on the device already."""
-        if self._mode is not Mode.REPLAYING:
+        if not self._graphs.replaying:
             of_pass = LaunchRows(0, 0, count, self._device.counts)
             self._elementwise.select_rows(x, self._device.logit_rows, out, of_pass, self._compute)
-        if self._mode is Mode.CAPTURING:
-            self._mode = Mode.EAGER
-            graph = self._gpu.end_capture(self._compute)
-            self._graphs[self._graph_key] = graph
-            graph.launch(self._compute)
-        self._mode = Mode.EAGER
+        self._graphs.end()
 
     def read(self, tensor: Tensor, rows: int) -> npt.NDArray[np.float32]:
         staging = self._stage(rows, tensor.shape[1])
@@ -365,7 +344,7 @@ class CudaBackend:
         """Drop what was being recorded. What was queued runs; the next pass waits for it."""
         self._batch = None
         self._given_up = True
-        self._drop_capture()
+        self._graphs.drop()
 
     def close(self) -> None:
         """Wait for what is queued, then release the arena and the GPU, also where that wait fails."""
@@ -373,9 +352,8 @@ class CudaBackend:
             last.callback(self._host.close)
             last.callback(self._gpu.close)
             last.callback(self._arena.close)
-            for graph in self._graphs.values():
-                last.callback(graph.close)
-            self._drop_capture()
+            last.callback(self._graphs.close)
+            self._graphs.drop()
             self._gpu.synchronize()
 
     # ---- parts
@@ -384,7 +362,7 @@ class CudaBackend:
         """Upload a batch at its first op."""
         if batch is self._batch:
             return
-        self._drop_capture()
+        self._graphs.drop()
         self._gpu.synchronize(self._compute)  # the pass before has read its arrays and the staging memory
         if self._given_up and self._offload is not None:
             self._offload.settle()
@@ -396,18 +374,9 @@ class CudaBackend:
             prompt, decode = self._device.prompt_rows, self._device.decode_rows
         self._rows = LaunchRows(prompt, decode, 0, self._device.counts)
         if self._replayable and not self._device.prompt_rows and self._device.logit_rows_count:
-            self._graph_key = (decode, self._tiles(), self._device.logit_rows_count)
-            self._mode = Mode.REPLAYING if self._graph_key in self._graphs else Mode.CAPTURING
-            if self._mode is Mode.CAPTURING:
-                self._gpu.begin_capture(self._compute)
-        if self._mode is not Mode.REPLAYING:
+            self._graphs.begin((decode, self._tiles(), self._device.logit_rows_count))
+        if not self._graphs.replaying:
             self._device.upload(prompt + decode, self._compute)
-
-    def _drop_capture(self) -> None:
-        """Drop what a pass that was given up has left."""
-        capturing, self._mode = self._mode is Mode.CAPTURING, Mode.EAGER
-        if capturing:
-            self._gpu.drop_capture(self._compute)
 
     def _tiles(self) -> int:
         """Tiles that attention is launched for: those of the longest sequence; a power of two, so that graphs are
