@@ -15,7 +15,7 @@ from gpu_measure import open_model, past_of
 from edge_transformer.cuda.chrome_trace import chrome_trace
 from edge_transformer.cuda.timeline import COMPUTE_TRACK, DECODE_PASS, Kind, Span, Timeline
 from edge_transformer.cuda.timeline_summary import Interval, Summary, summarize, union
-from edge_transformer.engine.core import Chunk
+from edge_transformer.engine.chunk import Chunk
 from edge_transformer.placement.plan import Wishes
 
 WARM_PASSES = 3

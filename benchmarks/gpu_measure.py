@@ -16,7 +16,8 @@ from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.cuda.driver import CudaGpu
 from edge_transformer.cuda.runtime import Memory
 from edge_transformer.cuda.timeline import Timeline
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.engine.weights import HostWeights

@@ -25,7 +25,8 @@ from gpu_session import (
 )
 from quantization_error import Tally, log_softmax
 
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.placement.plan import HeadPlace, Wishes
 

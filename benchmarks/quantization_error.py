@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer.cpu.backend import CpuBackend
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.quantize import quantize_model
 from edge_transformer.engine.quantize_plan import Quantization
 from edge_transformer.engine.weights import HostWeights

@@ -12,7 +12,7 @@ import time
 def main() -> None:
     task = json.loads(sys.argv[1])
     from edge_transformer import LLM
-    from edge_transformer.engine.core import Chunk
+    from edge_transformer.engine.chunk import Chunk
 
     with LLM(task["model"], context_length=task["context"], threads=task["threads"]) as llm:
         engine = llm.engine

@@ -32,7 +32,8 @@ from cuda.real_gpu import run_side_by_side
 from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.cuda.driver import CudaGpu
 from edge_transformer.cuda.runtime import Argument, Kernel, KernelSource, Stream
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import CapacityError, EdgeTransformerError, GpuError, UsageError

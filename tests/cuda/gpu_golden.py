@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cuda.placements import Placement, open_within
 from cuda.real_gpu import KeptGpu, run_side_by_side
 from edge_transformer.cpu.backend import CpuBackend
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.formats.open import open_checkpoint

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from edge_transformer.cpu.backend import CpuBackend
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.formats.open import open_checkpoint

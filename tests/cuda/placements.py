@@ -10,7 +10,8 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.errors import CapacityError
 from edge_transformer.placement.plan import HeadPlace, Wishes
 

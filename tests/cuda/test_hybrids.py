@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from cuda.opened import BUDGET, MODES, model_path, open_on_gpu, pieces, tokens_of
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.errors import CapacityError
 from edge_transformer.formats.weight import Weight

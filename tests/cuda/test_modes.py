@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from cuda.opened import BUDGET, MODES, ForgetfulGpu, model_path, open_on_gpu, pieces, tokens_of
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.errors import CapacityError, NumericError
 from edge_transformer.placement import plan as plan_module
 from edge_transformer.placement.plan import HeadPlace, Wishes

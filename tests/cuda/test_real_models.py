@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from edge_transformer.cpu.backend import CpuBackend
-from edge_transformer.engine.core import Chunk
+from edge_transformer.engine.chunk import Chunk
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.formats.open import open_checkpoint

@@ -17,7 +17,8 @@ from edge_transformer.cuda.chrome_trace import chrome_trace
 from edge_transformer.cuda.timeline import Kind, Span, Timeline
 from edge_transformer.cuda.timeline_summary import Summary, intersection, summarize, summary_text, union
 from edge_transformer.cuda.tracing_gpu import TracingGpu
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import GpuError

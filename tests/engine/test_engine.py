@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.errors import CapacityError, ContextLengthError, FileChangedError, NumericError, UsageError
 from edge_transformer.ops.tensor import DType

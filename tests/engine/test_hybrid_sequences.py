@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.kv import HostTileMemory, Landing
 from edge_transformer.engine.recurrent import CHECKPOINT_BORDER, RecurrentShape, RecurrentState
 from edge_transformer.engine.sequence import Sequence

@@ -9,7 +9,8 @@ import pytest
 from cuda.opened import BUDGET, MODES
 from edge_transformer import GenerationConfig
 from edge_transformer.cpu.backend import CpuBackend
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.request import Limits
 from edge_transformer.engine.scheduler import Scheduler

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer.cpu.backend import CpuBackend
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.models.config import ModelConfig

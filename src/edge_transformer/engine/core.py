@@ -8,14 +8,15 @@ import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Literal, NoReturn
+from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_transformer.engine.chunk import CHUNK_BORDER, Chunk, last_border
 from edge_transformer.engine.kv import RecurrentMemory, TileGeometry, TileMemory
-from edge_transformer.engine.recurrent import CHECKPOINT_BORDER, recurrent_shape
+from edge_transformer.engine.recurrent import recurrent_shape
 from edge_transformer.engine.sequence import Sequence, StateShape
 from edge_transformer.engine.weights import WeightSource
 from edge_transformer.errors import CapacityError, ContextLengthError, NumericError, UsageError
@@ -25,7 +26,7 @@ from edge_transformer.models import forward
 from edge_transformer.models.config import ModelConfig, ModelSpec
 from edge_transformer.models.rope import cos_sin, inverse_frequencies
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
-from edge_transformer.ops.batch import DELTA_CHUNK_POSITIONS, Batch, PromptSpan, StateCheckpoint
+from edge_transformer.ops.batch import Batch, PromptSpan, StateCheckpoint
 from edge_transformer.ops.tensor import DType, Tensor, tensor_of
 
 LOGIT_BLOCK_ROWS = 8
@@ -33,25 +34,6 @@ LOGIT_BLOCK_ROWS = 8
 
 MAX_ROWS = 512
 """Rows of a pass at most."""
-
-CHUNK_BORDER = DELTA_CHUNK_POSITIONS
-"""Prompt chunks end on absolute multiples of this (or at the end of the prompt)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens to append to one sequence in a pass.
-
-    kind: "prompt" or "decode" (decode rows take the decode kernels). logits: which rows' logits are asked. checkpoint:
-    position at which recurrent state becomes a checkpoint, where it is a multiple of CHECKPOINT_BORDER that the prompt
-    tokens reach; every so many prompt tokens one is made unasked.
-    """
-
-    sequence: Sequence
-    tokens: AbstractSequence[int]
-    kind: Literal["prompt", "decode"]
-    logits: Literal["none", "last", "all"] = "none"
-    checkpoint: int | None = None
 
 
 class PassResult:
@@ -460,11 +442,6 @@ class Engine:
             f"NaN or infinity in the logits; it first appears after {where}. "
             "The weights hold such values, or overflow: check the model file"
         )
-
-
-def last_border(length: int) -> int:
-    """Where recurrent state of a prompt of `length` tokens becomes a checkpoint that a longer prompt can go on from."""
-    return length // CHECKPOINT_BORDER * CHECKPOINT_BORDER
 
 
 def _workspace_parts(config: ModelConfig, rows: int, logit_rows: int) -> tuple[int, int, int, int]:

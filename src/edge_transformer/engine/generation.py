@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.sampling import GenerationConfig, TokenLogprobs, sample, token_logprobs
 from edge_transformer.engine.sequence import Sequence as EngineSequence
 from edge_transformer.text.stop import StopStrings

@@ -232,7 +232,7 @@ class LLM:
 
         Other calls may be made between two blocks. Raises ContextLengthError, UsageError.
         """
-        from edge_transformer.engine.core import Chunk
+        from edge_transformer.engine.chunk import Chunk
 
         self._require_open()
         self._check_prompt(ids)

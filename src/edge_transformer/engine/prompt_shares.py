@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edge_transformer.engine.core import CHUNK_BORDER
+from edge_transformer.engine.chunk import CHUNK_BORDER
 
 
 @dataclass(frozen=True, slots=True)

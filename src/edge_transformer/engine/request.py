@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from edge_transformer.engine.answer import Constraint, Piece
-from edge_transformer.engine.core import CHUNK_BORDER
+from edge_transformer.engine.chunk import CHUNK_BORDER
 from edge_transformer.engine.sampling import GenerationConfig
 from edge_transformer.errors import EdgeTransformerError, UsageError
 

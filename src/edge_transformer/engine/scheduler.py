@@ -19,7 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from edge_transformer.engine.answer import Answer, FloatArray
-from edge_transformer.engine.core import CHUNK_BORDER, Chunk, Engine, PassResult, last_border
+from edge_transformer.engine.chunk import CHUNK_BORDER, Chunk, last_border
+from edge_transformer.engine.core import Engine, PassResult
 from edge_transformer.engine.kv_budget import BudgetedTileMemory
 from edge_transformer.engine.prefix_cache import PrefixCache
 from edge_transformer.engine.prompt_shares import Reading, share_budget

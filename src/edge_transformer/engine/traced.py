@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer.cuda.timeline import DECODE_PASS, LOGITS, PROMPT_PASS, Timeline
-from edge_transformer.engine.core import Chunk, Engine, PassResult
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine, PassResult
 from edge_transformer.engine.kv import RecurrentMemory, TileMemory
 from edge_transformer.engine.weights import WeightSource
 from edge_transformer.formats.checkpoint import Checkpoint

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from edge_transformer.engine.core import Chunk, Engine
+from edge_transformer.engine.chunk import Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.errors import CapacityError
 from edge_transformer.hub.progress import Progress

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from edge_transformer.engine.core import CHUNK_BORDER, Chunk, Engine
+from edge_transformer.engine.chunk import CHUNK_BORDER, Chunk
+from edge_transformer.engine.core import Engine
 from edge_transformer.engine.sequence import Sequence as EngineSequence
 from edge_transformer.hub.progress import Progress
 from edge_transformer.verify.record import Record
