@@ -515,3 +515,13 @@ def test_every_field_transformers_knows_is_explained(model_type: str) -> None:
         with pytest.raises(UnsupportedModelError, match=f"{field}'.*(expected|supported|disagrees|does not apply)"):
             read_model(checkpoint("safetensors", base(model_type) | {field: "?"}, arrays))
     assert model_type in HF_FAMILIES
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 2**31 - 8}, {"num_attention_heads": 2**30, "num_key_value_heads": 1}])
+def test_sizes_of_attention_that_no_layer_has_take_no_memory(changes: dict[str, object]) -> None:
+    """No tensor confirms them: rope tables and activations of these sizes would be gigabytes."""
+    recurrent = MODELS["qwen3_5"].config | {"layer_types": ["linear_attention"] * 4}
+    config = read(recurrent | changes).config
+    assert config == read(recurrent).config
+    assert config.ropes == ()
+    assert config.num_heads * config.head_dim <= config.hidden_size

@@ -133,6 +133,13 @@ class FieldReader:
             self.refuse(name, f"integers from 1 to {MAX_INTEGER} are expected")
         return first
 
+    def flags(self, name: str, count: int) -> list[bool]:
+        """`count` times true or false, or 1 or 0."""
+        items = _items(self._get(name, REQUIRED))
+        if items is None or len(items) != count or not all(isinstance(item, int) and item in (0, 1) for item in items):
+            self.refuse(name, f"a list of {count} times true or false is expected, an entry for each layer")
+        return [bool(item) for item in items]
+
     def token_ids(self, name: str) -> tuple[int, ...]:
         """An integer >= 0, a list of them, or nothing."""
         value = self._get(name, None)

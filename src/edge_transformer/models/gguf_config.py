@@ -107,10 +107,7 @@ def read_sliding_layers(fields: GgufFields, num_layers: int, period: int) -> lis
     model = fields.model
     pattern = model.raw("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray | list | tuple):
-        flags = [bool(flag) for flag in pattern]
-        if len(flags) != num_layers:
-            model.refuse("attention.sliding_window_pattern", f"one entry for each of {num_layers} layers is expected")
-        return flags
+        return model.flags("attention.sliding_window_pattern", num_layers)
     period = model.integer("attention.sliding_window_pattern", period)
     return [layer % period < period - 1 for layer in range(num_layers)]
 

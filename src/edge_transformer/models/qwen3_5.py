@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from edge_transformer.models import gguf_config, hf_config
 from edge_transformer.models.config import ATTENTION, GATED_DELTA, DeltaConfig, ModelConfig
 from edge_transformer.models.family import GgufFamily, HfFamily
@@ -84,14 +82,12 @@ def _read_gguf(fields: GgufFields) -> ModelConfig:
     base = gguf_config.read_base(fields, "qwen3_5", partial_rope=True)
     extra = model.integer("nextn_predict_layers", 0, minimum=0, maximum=base.num_layers - 1)
     layers = base.num_layers - extra
-    fields.left_out.extend(rf"blk\.{block}\..*" for block in range(layers, base.num_layers))
+    if extra:  # one pattern, however many blocks: each tensor's name is compared with each pattern
+        fields.left_out.append(rf"blk\.(?:{'|'.join(map(str, range(layers, base.num_layers)))})\..*")
     interval = model.integer("full_attention_interval", _INTERVAL)
     recurrent = [(layer + 1) % interval != 0 for layer in range(layers)]
-    stated = model.raw("attention.recurrent_layers")
-    if stated is not None:
-        if not isinstance(stated, np.ndarray | list | tuple) or len(stated) != base.num_layers:
-            model.refuse("attention.recurrent_layers", f"one entry for each of {base.num_layers} blocks is expected")
-        recurrent = [bool(flag) for flag in stated[:layers]]
+    if "attention.recurrent_layers" in model:
+        recurrent = model.flags("attention.recurrent_layers", base.num_layers)[:layers]
     heads, inner = model.integer("ssm.time_step_rank"), model.integer("ssm.inner_size")
     if inner % heads:
         model.refuse("ssm.inner_size", f"a multiple of ssm.time_step_rank = {heads} is expected")
@@ -110,6 +106,9 @@ def _read_gguf(fields: GgufFields) -> ModelConfig:
 
 
 def _hybrid(base: ModelConfig, recurrent: list[bool], delta: DeltaConfig) -> ModelConfig:
+    if all(recurrent):
+        # No tensor has these sizes, so whatever the file says is unchecked: nothing may take memory by them.
+        base = replace(base, num_heads=1, num_kv_heads=1, head_dim=2, attention_scale=2**-0.5, ropes=())
     return replace(
         base,
         layer_kinds=tuple(GATED_DELTA if flag else ATTENTION for flag in recurrent),
