@@ -14,6 +14,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from edge_transformer.engine.batch_making import make_batch
 from edge_transformer.engine.chunk import CHUNK_BORDER, Chunk, last_border
 from edge_transformer.engine.kv import RecurrentMemory, TileGeometry, TileMemory
 from edge_transformer.engine.recurrent import recurrent_shape
@@ -24,9 +25,9 @@ from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.formats.weight import round_up
 from edge_transformer.models import forward
 from edge_transformer.models.config import ModelConfig, ModelSpec
-from edge_transformer.models.rope import cos_sin, inverse_frequencies
+from edge_transformer.models.rope import inverse_frequencies
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
-from edge_transformer.ops.batch import Batch, PromptSpan, StateCheckpoint
+from edge_transformer.ops.batch import Batch
 from edge_transformer.ops.tensor import DType, Tensor, tensor_of
 
 LOGIT_BLOCK_ROWS = 8
@@ -161,7 +162,7 @@ class Engine:
         self._passes += 1
         for chunk in chunks:
             chunk.sequence.prepare(len(chunk.tokens))
-        batch, rows = self._batch(chunks)
+        batch, rows = make_batch(chunks, self._ropes, self._attentions, self._deltas)
         self._newest = [chunk.sequence for chunk in chunks]
         with ExitStack() as unfinished:
             unfinished.callback(self._backend.give_up)
@@ -276,82 +277,6 @@ class Engine:
                     raise UsageError(
                         f"token {token} does not exist; this model's tokens: 0..{self.config.vocab_size - 1}"
                     )
-
-    def _batch(self, chunks: AbstractSequence[Chunk]) -> tuple[Batch, list[tuple[int, int]]]:
-        """The batch of a pass, prompt rows first, and (chunk, token) of each row whose logits are asked."""
-        order = [index for index, chunk in enumerate(chunks) if chunk.kind == "prompt"]
-        order += [index for index, chunk in enumerate(chunks) if chunk.kind == "decode"]
-        token_ids: list[int] = []
-        positions: list[int] = []
-        row_sequence: list[int] = []
-        spans: list[PromptSpan] = []
-        logit_rows: list[int] = []
-        asked: list[tuple[int, int]] = []
-        for slot, index in enumerate(order):
-            chunk = chunks[index]
-            start, count, position = len(token_ids), len(chunk.tokens), len(chunk.sequence)
-            token_ids.extend(chunk.tokens)
-            positions.extend(range(position, position + count))
-            row_sequence.extend([slot] * count)
-            if chunk.kind == "prompt":
-                spans.append(PromptSpan(start, count, position, slot))
-            wanted = {"none": range(0), "last": range(count - 1, count), "all": range(count)}[chunk.logits]
-            logit_rows.extend(start + token for token in wanted)
-            asked.extend((index, token) for token in wanted)
-        position_array = np.array(positions, np.int32)
-        sequences = [chunks[index].sequence for index in order]
-        ropes = [cos_sin(rope, frequencies, position_array) for rope, frequencies in self._ropes]
-        batch = Batch(
-            token_ids=np.array(token_ids, np.int32),
-            positions=position_array,
-            row_sequence=np.array(row_sequence, np.int32),
-            prompt_rows=sum(span.row_count for span in spans),
-            prompt_spans=tuple(spans),
-            rope_cos=tuple(cos for cos, _ in ropes),
-            rope_sin=tuple(sin for _, sin in ropes),
-            tile_tables=self._tile_tables(sequences),
-            logit_rows=np.array(logit_rows, np.int32),
-            state_tables=self._state_tables(sequences),
-            state_checkpoints=self._state_checkpoints([chunks[index] for index in order]),
-        )
-        return batch, asked
-
-    def _tile_tables(self, sequences: AbstractSequence[Sequence]) -> tuple[npt.NDArray[np.int64], ...]:
-        """Per layer int64 [S, T]: addresses of the KV tiles of each sequence, padded with 0."""
-        tables = [np.empty((len(sequences), 0), np.int64)] * self.config.num_layers
-        for index, shape in enumerate(self._attentions):
-            rows = [sequence.tile_table(index) for sequence in sequences]
-            if len(rows) == 1:
-                tables[shape.layer] = rows[0][None, :]
-                continue
-            table = np.zeros((len(rows), max(len(row) for row in rows)), np.int64)
-            for slot, row in enumerate(rows):
-                table[slot, : len(row)] = row
-            tables[shape.layer] = table
-        return tuple(tables)
-
-    def _state_tables(self, sequences: AbstractSequence[Sequence]) -> tuple[npt.NDArray[np.int64], ...]:
-        """Per layer int64 [S]: addresses of the blocks of recurrent state; () for a model without."""
-        if not self._deltas:
-            return ()
-        states = [sequence.recurrent.addresses() for sequence in sequences if sequence.recurrent is not None]
-        tables = [np.empty(0, np.int64)] * self.config.num_layers
-        for shape, column in zip(self._deltas, np.array(states).T, strict=True):
-            tables[shape.layer] = np.ascontiguousarray(column)
-        return tuple(tables)
-
-    def _state_checkpoints(self, chunks: AbstractSequence[Chunk]) -> tuple[StateCheckpoint, ...]:
-        """What the chunks' sequences, in the order of the batch, want to be copied on the way."""
-        checkpoints: list[StateCheckpoint] = []
-        for slot, chunk in enumerate(chunks):
-            recurrent, start = chunk.sequence.recurrent, len(chunk.sequence)
-            if recurrent is None or chunk.kind != "prompt":
-                continue
-            for position, blocks in recurrent.expect(start, start + len(chunk.tokens), chunk.checkpoint):
-                addresses = np.zeros(self.config.num_layers, np.int64)
-                addresses[[shape.layer for shape in self._deltas]] = blocks
-                checkpoints.append(StateCheckpoint(slot, position, addresses))
-        return tuple(checkpoints)
 
     def _run_layers(
         self,
