@@ -52,6 +52,28 @@ def test_a_json_object_is_an_object_as_far_as_it_goes(served: Served) -> None:
         json.loads(content)
 
 
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#"}, "no text keeps to it"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "Too many items"),
+        ({"const": [None] * 100_000}, "panic"),
+        ({"type": "string", "pattern": "(" * 5000}, "regex parse error"),
+    ],
+)
+def test_a_schema_that_no_grammar_is_made_of_is_refused_in_a_line(
+    served: Served, schema: dict[str, Any], reason: str
+) -> None:
+    asked = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=reason) as error:
+        create(served, response_format=asked, max_tokens=5)
+    message = error.value.body["message"]  # type: ignore[index,call-overload]
+    assert len(message) < 400
+    assert "\n" not in message
+    assert "<backtrace>" not in message
+    assert "<state>" not in message
+
+
 def test_a_schema_that_is_none(served: Served) -> None:
     for schema in ({"type": "strange"}, {"$ref": "http://elsewhere/schema"}, {"pattern": "(", "type": "string"}):
         asked = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write each value: a model that may add blanks for ever sometimes does."""
 
+_SHOWN_CHARACTERS = 300
+
 
 class Grammars:
     """Grammars over one model's tokens. May be used from several threads."""
@@ -31,9 +33,10 @@ class Grammars:
 
     def matcher(self, grammar: str, param: str) -> Matcher:
         """Raises ApiError, naming `param`, for a grammar that cannot be compiled."""
-        matcher = llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0)
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise invalid(f"{param} cannot be turned into a grammar: {matcher.get_error()}", param, "invalid_schema")
+            raise invalid(f"{param} cannot be turned into a grammar: {_reason(matcher)}", param, "invalid_schema")
         return Matcher(matcher, self._llm.config.vocab_size)
 
     def _tokenizer(self) -> llguidance.LLTokenizer:
@@ -80,7 +83,7 @@ class Matcher:
     def restrict(self, logits: FloatArray) -> FloatArray:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise UsageError(f"the answer's grammar has failed: {self._matcher.get_error()}")
+            raise UsageError(f"the answer's grammar has failed: {_reason(self._matcher)}")
         allowed = np.unpackbits(mask, bitorder="little")[: self._vocabulary].view(bool)
         return np.where(allowed, logits, np.float32(-np.inf))
 
@@ -121,4 +124,16 @@ def json_grammar(schema: Mapping[str, Any], param: str) -> str:
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": JSON_LAYOUT}))
     except ValueError as error:
-        raise invalid(f"{param} is no JSON schema: {error}", param, "invalid_schema") from error
+        raise invalid(f"{param} is no JSON schema: {_shortened(str(error))}", param, "invalid_schema") from error
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """Why it has failed, in a line."""
+    reason = _shortened(matcher.get_error())
+    return "no text keeps to it" if reason == "NoExtensionBias" else reason
+
+
+def _shortened(message: str) -> str:
+    """A line without the states and backtraces that follow, and without all of a pattern of thousands of letters."""
+    line = " ".join(message.partition("\n<")[0].split())
+    return line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 1] + "…"
