@@ -14,16 +14,17 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from edge_transformer.engine.answer import Answer, FloatArray
-from edge_transformer.engine.chunk import CHUNK_BORDER, Chunk, last_border
+from edge_transformer.engine.chunk import CHUNK_BORDER, Chunk
 from edge_transformer.engine.core import Engine, PassResult
 from edge_transformer.engine.kv_budget import BudgetedTileMemory
+from edge_transformer.engine.live import Live
+from edge_transformer.engine.pass_rows import next_chunk, plan_rows
 from edge_transformer.engine.prefix_cache import PrefixCache
-from edge_transformer.engine.prompt_shares import Reading, share_budget
 from edge_transformer.engine.request import Limits, QueueFullError, Request, StoppedError
 from edge_transformer.engine.scheduler_statistics import SchedulerStatistics
 from edge_transformer.engine.sequence import Sequence as EngineSequence
@@ -33,39 +34,10 @@ from edge_transformer.ops.batch import KV_TILE_POSITIONS
 if TYPE_CHECKING:
     from edge_transformer.text.tokenizer import Tokenizer
 
-RECOMPUTED_ROWS = 32
-"""Rows of a pass at most that repeat tokens an answer had before its memory was taken away."""
-
 STATE_SHARE = 4
 """Checkpoints of recurrent state may take 1 / STATE_SHARE of the budget of KV caches, besides it: those of answers in
 the making, and as much those of kept prefixes.
 """
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """One choice of a request. `number` orders by arrival. A request's first choice reads the prompt for all
-    (`others` then join with their own copies of its sequence).
-    """
-
-    request: Request
-    answer: Answer
-    choice: int
-    number: int
-    others: list[_Live]
-    sequence: EngineSequence | None = None
-    moved_bytes: int = 0  # of its state, while that waits in host memory
-    cached: int = 0
-    last_token: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that there are: the prompt's and the answer's."""
-        return len(self.request.prompt_ids) + len(self.answer.ids)
-
-    @property
-    def in_prompt(self) -> bool:
-        return self.sequence is None or len(self.sequence) < len(self.request.prompt_ids)
 
 
 class Scheduler:
@@ -105,8 +77,8 @@ class Scheduler:
         self._failed = failed
         self._check_limits(shorten_context)
         self._cache = PrefixCache(max_state_bytes=state_budget)
-        self._live: list[_Live] = []
-        self._waiting: deque[_Live] = deque()
+        self._live: list[Live] = []
+        self._waiting: deque[Live] = deque()
         self._numbers = 0
         self._moved_bytes = 0
         self._tolerant = False
@@ -216,7 +188,7 @@ class Scheduler:
             self._pass(chunks)
         return True
 
-    def _first_choice(self, request: Request) -> _Live:
+    def _first_choice(self, request: Request) -> Live:
         choices = []
         for choice, seed in enumerate(request.seeds):
             answer = Answer(
@@ -229,7 +201,7 @@ class Scheduler:
                 request.constraints[choice] if request.constraints else None,
             )
             self._numbers += 1
-            choices.append(_Live(request, answer, choice, self._numbers, []))
+            choices.append(Live(request, answer, choice, self._numbers, []))
         choices[0].others = choices[1:]
         return choices[0]
 
@@ -243,7 +215,7 @@ class Scheduler:
                 self._close(live)
             self._waiting = deque(live for live in self._waiting if not live.request.cancelled)
 
-    def _leave(self, live: _Live) -> None:
+    def _leave(self, live: Live) -> None:
         """A choice ends: its prompt's state is kept for requests to come."""
         self._live.remove(live)
         if live.request.cancelled and live.choice == 0:
@@ -263,7 +235,7 @@ class Scheduler:
             self._waiting.popleft()
             self._live.append(live)
 
-    def _start(self, live: _Live) -> bool:
+    def _start(self, live: Live) -> bool:
         """Give a choice its sequence, begun where an earlier one is found; False when there is no room for it."""
         running = [other.sequence for other in self._live if other.sequence is not None]
         sequence = self._cache.take(live.request.prompt_ids, running) or self._engine.new_sequence()
@@ -276,7 +248,7 @@ class Scheduler:
             self.statistics.cached_tokens += live.cached
         return True
 
-    def _bring_back(self, live: _Live) -> bool:
+    def _bring_back(self, live: Live) -> bool:
         """Take a choice's state back from host memory; False when there is no room for it."""
         if live.sequence is None or (self._live and not self._make_room(self._needed(live))):
             return False
@@ -291,7 +263,7 @@ class Scheduler:
                 live.moved_bytes = 0
                 return True
 
-    def _needed(self, live: _Live) -> int:
+    def _needed(self, live: Live) -> int:
         """Bytes to have free before `live` comes in: its own, and what those that run have not taken yet of theirs,
         and of a next tile each.
         """
@@ -314,45 +286,14 @@ class Scheduler:
                 return False
         return True
 
-    def _chunks(self) -> list[tuple[_Live, Chunk]]:
+    def _chunks(self) -> list[tuple[Live, Chunk]]:
         """Rows of the next pass, with memory for each of them."""
-        wanted = [live for live in self._live if not live.in_prompt]
-        rows = 0
-        planned: list[tuple[_Live, int]] = []
-        recompute = RECOMPUTED_ROWS
-        for live in wanted:
-            missing = live.tokens - _length(live)
-            count = 1 if missing == 1 else min(missing, max(recompute, 1))
-            recompute -= count if missing > 1 else 0
-            planned.append((live, count))
-            rows += count
-        budget = self._engine.max_rows - rows
-        if wanted:
-            budget = min(budget, self.limits.pass_tokens)
-        planned += self._prompt_pieces(budget)
-        planned.sort(key=lambda item: item[0].number)
+        planned = plan_rows(self._live, self._engine.max_rows, self.limits.pass_tokens)
         prepared = [(live, count) for live, count in planned if self._prepare(live, count)]
         # An older one may have taken the memory of a younger one that was prepared before it.
-        return [(live, self._chunk(live, count)) for live, count in prepared if live in self._live]
+        return [(live, next_chunk(live, count)) for live, count in prepared if live in self._live]
 
-    def _prompt_pieces(self, budget: int) -> list[tuple[_Live, int]]:
-        """The prompts being read, the oldest first, and how many tokens of each come next."""
-        reading = [live for live in self._live if live.in_prompt]
-        prompts = [Reading(_length(live), len(live.request.prompt_ids)) for live in reading]
-        return [(reading[index], count) for index, count in share_budget(prompts, budget)]
-
-    def _chunk(self, live: _Live, count: int) -> Chunk:
-        assert live.sequence is not None
-        start = len(live.sequence)
-        prompt = live.request.prompt_ids
-        if start < len(prompt):
-            tokens, kind = prompt[start : start + count], "prompt"
-        else:
-            tokens, kind = live.answer.ids[start - len(prompt) : start - len(prompt) + count], "decode"
-        last = "last" if start + count == live.tokens else "none"
-        return Chunk(live.sequence, tokens, kind, last, last_border(len(prompt)))  # type: ignore[arg-type]
-
-    def _prepare(self, live: _Live, count: int) -> bool:
+    def _prepare(self, live: Live, count: int) -> bool:
         """Have memory for `count` more tokens: kept prefixes give way, then the youngest answers. False when `live`
         itself had to.
         """
@@ -370,7 +311,7 @@ class Scheduler:
                 return True
         return False
 
-    def _preempt(self, live: _Live) -> None:
+    def _preempt(self, live: Live) -> None:
         """Take a choice's memory; it goes on later where it is now, ahead of those that came after it. What lay on a
         GPU is kept in host memory as far as that may take it, else it is computed again.
         """
@@ -387,7 +328,7 @@ class Scheduler:
         fits = self._moved_bytes + sequence.held_bytes <= self.memory.budget_bytes
         return not self.memory.on_host and len(sequence) > 0 and fits
 
-    def _pass(self, chunks: list[tuple[_Live, Chunk]]) -> None:
+    def _pass(self, chunks: list[tuple[Live, Chunk]]) -> None:
         statistics, started = self.statistics, time.perf_counter()
         engine = self._engine
         with engine.lock:
@@ -402,7 +343,7 @@ class Scheduler:
             self._take_tokens(chunks, result)
         statistics.pass_seconds.add(time.perf_counter() - started)
 
-    def _give_up(self, chunks: list[tuple[_Live, Chunk]]) -> bool:
+    def _give_up(self, chunks: list[tuple[Live, Chunk]]) -> bool:
         """Asked between layers. A pass is left when the scheduler stops, when nobody waits for it any more, or when a
         prompt in it is not wanted any more, which would hold up the others; but not twice in a row for that, so that
         those who come and go do not keep the others from getting on.
@@ -415,7 +356,7 @@ class Scheduler:
             return False
         return any(live.request.cancelled for live, chunk in chunks if chunk.kind == "prompt")
 
-    def _after_prompts(self, chunks: list[tuple[_Live, Chunk]]) -> None:
+    def _after_prompts(self, chunks: list[tuple[Live, Chunk]]) -> None:
         for live, chunk in chunks:
             if chunk.kind != "prompt" or live.request.cancelled:
                 continue
@@ -423,7 +364,7 @@ class Scheduler:
             if not live.answer.ids:
                 live.request.listener.progress(len(sequence), live.cached, total)
 
-    def _take_tokens(self, chunks: list[tuple[_Live, Chunk]], result: PassResult) -> None:
+    def _take_tokens(self, chunks: list[tuple[Live, Chunk]], result: PassResult) -> None:
         if all(chunks[index][0].answer.takes_likeliest for index, _ in result.rows):
             for (index, _), token in zip(result.rows, result.likeliest(), strict=True):
                 self._take_token(chunks[index][0], token)
@@ -432,7 +373,7 @@ class Scheduler:
             for (index, _), row in zip(rows, logits, strict=True):
                 self._take_token(chunks[index][0], row)
 
-    def _take_token(self, live: _Live, logits: FloatArray | int) -> None:
+    def _take_token(self, live: Live, logits: FloatArray | int) -> None:
         """The next token of a choice, and of those that wait for the same prompt. `logits`: f32 [V], or the token."""
         others, live.others = live.others, []
         for other in others:
@@ -453,7 +394,7 @@ class Scheduler:
             if piece.finish_reason is not None:
                 self._leave(choice)
 
-    def _count_token(self, live: _Live) -> None:
+    def _count_token(self, live: Live) -> None:
         now = time.perf_counter()
         if len(live.answer.ids) == 1:
             self.statistics.first_token_seconds.add(now - live.request.submitted)
@@ -467,7 +408,7 @@ class Scheduler:
         request.cancelled = True
         request.listener.failed(error)
 
-    def _close(self, live: _Live) -> None:
+    def _close(self, live: Live) -> None:
         if live.sequence is not None:
             live.sequence.close()
             live.sequence = None
@@ -487,10 +428,6 @@ def context_bytes(engine: Engine, tokens: int) -> int:
     return total
 
 
-def chunks_rows(chunks: Sequence[tuple[_Live, Chunk]], kind: str) -> int:
+def chunks_rows(chunks: Sequence[tuple[Live, Chunk]], kind: str) -> int:
     """Rows of this kind."""
     return sum(len(chunk.tokens) for _, chunk in chunks if chunk.kind == kind)
-
-
-def _length(live: _Live) -> int:
-    return 0 if live.sequence is None else len(live.sequence)
