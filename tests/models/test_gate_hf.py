@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_transformer.errors import UnsupportedModelError
+from edge_transformer.formats.weight import WeightFormat, packed_layout
 from edge_transformer.models.config import LayerSpec, ModelConfig, ModelSpec, Rope, SegmentSpec, TensorSpec
 from edge_transformer.models.hf_config import IGNORED
 from edge_transformer.models.read import HF_FAMILIES, read_model
@@ -525,3 +526,20 @@ def test_sizes_of_attention_that_no_layer_has_take_no_memory(changes: dict[str, 
     assert config == read(recurrent).config
     assert config.ropes == ()
     assert config.num_heads * config.head_dim <= config.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen3_next", "model.layers.0.linear_attn.in_proj_qkvz.weight"),
+        ("qwen3_next", "model.layers.0.linear_attn.in_proj_ba.weight"),
+        ("qwen3_5", "model.layers.0.linear_attn.conv1d.weight"),
+    ],
+)
+def test_planes_of_what_is_no_whole_matrix_are_refused(name: str, tensor: str) -> None:
+    file = checkpoint("safetensors", MODELS[name].config, make_weights(MODELS[name]))
+    info = file.tensors[tensor]
+    layout = packed_layout(WeightFormat.F32, info.shape[0], info.shape[-1])
+    tensors = dict(file.tensors) | {tensor: replace(info, layout=layout)}
+    with pytest.raises(UnsupportedModelError, match=rf"{re.escape(tensor)}' is quantized into planes"):
+        read_model(replace(file, tensors=tensors))

@@ -102,6 +102,11 @@ def _account(
             raise UnsupportedModelError(
                 f"{checkpoint.path}: tensor {tensor.name!r} is {info.format}; a vector must be F32, F16 or BF16"
             )
+        if info.layout is not None and (tensor.name in vectors or tensor.parts):
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: tensor {tensor.name!r} is quantized into planes; only a whole matrix can be, and "
+                "this is a vector or several matrices in one: quantize the original model again (ete quantize)"
+            )
         needed.add(tensor.name)
     ignored = [name for name in checkpoint.tensors if any(pattern.fullmatch(name) for pattern in left_out)]
     head = checkpoint.tensors.get(head_name)
