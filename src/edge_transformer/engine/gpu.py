@@ -27,7 +27,6 @@ from edge_transformer.hub.progress import Progress, silent
 from edge_transformer.models import forward
 from edge_transformer.models.config import ModelSpec
 from edge_transformer.ops.backend import Backend
-from edge_transformer.ops.batch import KV_TILE_POSITIONS
 from edge_transformer.ops.tensor import DType
 from edge_transformer.placement.plan import UNMEASURED, Demand, HeadPlace, KvPlace, Plan, Wishes, make_plan
 
@@ -269,16 +268,7 @@ def _kv_bytes(geometries: Sequence[TileGeometry], options: GpuOptions, rows: int
     """Of a resident KV cache: for one sequence of the whole context, and others of OTHER_CONTEXT tokens at most."""
 
     def of_a_sequence(context: int) -> int:
-        return sum(_resident_tiles(geometry, context, rows) * geometry.tile_bytes for geometry in geometries)
+        return sum(geometry.held_tiles(context, rows) * geometry.tile_bytes for geometry in geometries)
 
     others = of_a_sequence(min(options.context_length, OTHER_CONTEXT))
     return of_a_sequence(options.context_length) + (options.sequences - 1) * others
-
-
-def _resident_tiles(geometry: TileGeometry, context_length: int, max_rows: int) -> int:
-    """Tiles of a layer that a sequence of the whole context holds at once."""
-    whole = tiles_of_context(context_length)
-    if geometry.window is None:
-        return whole
-    # A pass needs what its first row sees and what its last row writes; both ends may lie inside a tile.
-    return min(whole, (geometry.window + max_rows - 2) // KV_TILE_POSITIONS + 2)

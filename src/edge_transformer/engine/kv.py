@@ -51,6 +51,14 @@ class TileGeometry:
             return 0
         return max(0, position - self.window + 1) // KV_TILE_POSITIONS
 
+    def held_tiles(self, tokens: int, max_rows: int) -> int:
+        """Tiles that a sequence of `tokens` tokens holds at most, where passes have up to `max_rows` rows."""
+        whole = -(-tokens // KV_TILE_POSITIONS)
+        if self.window is None:
+            return whole
+        # A pass needs what its first row sees and what its last row writes; both ends may lie inside a tile.
+        return min(whole, (self.window + max_rows - 2) // KV_TILE_POSITIONS + 2)
+
 
 class Allocation(Protocol):
     """`nbytes` bytes at `address`, given back by `close`."""

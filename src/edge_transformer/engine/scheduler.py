@@ -135,9 +135,9 @@ class Scheduler:
         budget = self.memory.budget_bytes
         if shorten_context:
             borders = range(KV_TILE_POSITIONS, self.context_length + KV_TILE_POSITIONS, KV_TILE_POSITIONS)
-            fitting = bisect_right(borders, budget, key=lambda tokens: context_bytes(self._engine, tokens))
+            fitting = bisect_right(borders, budget, key=self._kv_bytes)
             self.context_length = min(self.context_length, max(1, fitting) * KV_TILE_POSITIONS)
-        needed = context_bytes(self._engine, self.context_length)
+        needed = self._kv_bytes(self.context_length)
         if needed > budget:
             raise UsageError(
                 f"one context of {self.context_length} tokens needs {needed} bytes of KV cache; the budget "
@@ -269,11 +269,15 @@ class Scheduler:
         """
         next_tile = KV_TILE_POSITIONS
         running = sum(
-            max(context_bytes(self._engine, other.tokens + next_tile) - other.sequence.held_bytes, 0)
+            max(self._kv_bytes(other.tokens + next_tile) - other.sequence.held_bytes, 0)
             for other in self._live
             if other.sequence is not None
         )
-        return context_bytes(self._engine, live.tokens + 1) + running
+        return self._kv_bytes(live.tokens + 1) + running
+
+    def _kv_bytes(self, tokens: int) -> int:
+        """Of a sequence of `tokens` tokens at most."""
+        return self._engine.state_shape.kv_bytes(tokens, self._engine.max_rows)
 
     def _reserved(self) -> int:
         """Choices that will join once their prompt is read."""
@@ -414,18 +418,6 @@ class Scheduler:
             live.sequence = None
         self._moved_bytes -= live.moved_bytes
         live.moved_bytes = 0
-
-
-def context_bytes(engine: Engine, tokens: int) -> int:
-    """Bytes of KV tiles that a sequence of `tokens` tokens holds at most."""
-    total = 0
-    for layer in engine.state_shape.layers:
-        tiles = -(-tokens // KV_TILE_POSITIONS)
-        if layer.window is not None:
-            tiles = min(tiles, (layer.window + engine.max_rows - 2) // KV_TILE_POSITIONS + 2)
-        run = layer.run_tiles(engine.state_shape.memory.run_bytes) if engine.state_shape.memory.run_bytes > 1 else 1
-        total += -(-tiles // run) * run * layer.tile_bytes
-    return total
 
 
 def chunks_rows(chunks: Sequence[tuple[Live, Chunk]], kind: str) -> int:

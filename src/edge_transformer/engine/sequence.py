@@ -39,6 +39,17 @@ class StateShape:
         self.recurrent = recurrent
         self._identity = identity
 
+    def kv_bytes(self, tokens: int, max_rows: int) -> int:
+        """Bytes of KV tiles that a sequence of `tokens` tokens holds at most, where passes have up to `max_rows`
+        rows.
+        """
+        total = 0
+        for layer in self.layers:
+            tiles = layer.held_tiles(tokens, max_rows)
+            run = layer.run_tiles(self.memory.run_bytes) if self.memory.run_bytes > 1 else 1
+            total += -(-tiles // run) * run * layer.tile_bytes
+        return total
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of the identity, in hexadecimal."""
