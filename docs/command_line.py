@@ -73,7 +73,8 @@ def _names(option: click.Option) -> str:
 
 
 def _meaning(option: click.Option) -> str:
-    default = f" Default: {option.default}." if option.show_default else ""
+    shown = option.show_default if isinstance(option.show_default, str) else option.default
+    default = f" Default: {shown}." if option.show_default else ""
     return f"{option.help}{default}"
 
 

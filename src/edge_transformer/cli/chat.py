@@ -49,8 +49,8 @@ def command(context: click.Context, /, model: str, system: str | None, when_full
     is not a terminal, each of its lines is a turn, and the first turn that does not fit ends the program (exit code 7).
 
     The whole conversation is in the context, and nothing is forgotten silently. As soon as an answer might be cut off
-    by the end of the context, it is said before. A turn that no longer fits is refused (/drop and /reset make room),
-    or with --when-full drop the oldest turns are forgotten and it is said how many.
+    by the end of the context, you are told so. A turn that no longer fits is refused (/drop and /reset make room), or
+    with --when-full drop the oldest turns are forgotten and it is said how many.
     """
     config = generation_config(options)
     with progress_bar() as progress:
@@ -75,7 +75,7 @@ def _chat(conversation: Conversation, config: GenerationConfig, model: str) -> N
     """The loop at a terminal: what goes wrong with a turn is said, and the conversation goes on."""
     full = "the oldest turns are dropped" if conversation.drop_oldest else "a turn is refused (/drop, /reset make room)"
     note(f"{model}: context {conversation.llm.context_length} tokens. /help lists the commands, Ctrl-D leaves.")
-    note(f"When the context is full, {full}; it is said before.")
+    note(f"When the context is full, {full}; you are told before it comes to that.")
     for text in typed_turns():
         if text.startswith("/"):
             if not _obey(conversation, text):
