@@ -4,6 +4,7 @@ that was interrupted goes on.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -399,6 +400,30 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
     with pytest.raises(CapacityError, match="the quantized model needs"):
         quantize_model(tiny_source(tmp_path), tmp_path / "out", Quantization("int8"))
     assert not (tmp_path / "out.partial" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_disk_that_fills_on_the_way_is_named_and_the_work_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    source = tiny_source(tmp_path)
+    quantize_model(source, tmp_path / "whole", Quantization("int8"), threads=1)
+    written = os.pwrite
+    room = (tmp_path / "whole" / "model.safetensors").stat().st_size // 2
+
+    def full(descriptor: int, values: memoryview, offset: int) -> int:
+        if offset + len(values) > room:
+            raise OSError(code, os.strerror(code))
+        return written(descriptor, values, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CapacityError, match=r"out\.partial in .* cannot grow: .*; make room"):
+        quantize_model(source, tmp_path / "out", Quantization("int8"), threads=1)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    quantize_model(source, tmp_path / "out", Quantization("int8"), threads=1)
+    weights = "model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ is in memory for each thread, and of the source the tensor at hand.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from edge_transformer.cpu.settings import cpu_settings
 from edge_transformer.engine.quantize_journal import Journal
 from edge_transformer.engine.quantize_plan import Item, Quantization, QuantizationPlan, plan_quantization
 from edge_transformer.engine.weights import row_order
-from edge_transformer.errors import UsageError
+from edge_transformer.errors import CapacityError, UsageError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.file_names import SINGLE_FILE
 from edge_transformer.formats.gguf import split_paths
@@ -60,6 +61,7 @@ _COPIED_FILES = (
 )
 _COPIED_FOLDERS = ("additional_chat_templates",)
 _LICENCE_PREFIXES = ("license", "licence", "notice", "copying", "use_policy", "gemma_terms")
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SYNC_BYTES = 256 << 20  # written between two calls that wait for the disk
 
 
@@ -140,6 +142,13 @@ def quantize_model(
             _write_text(partial / REPORT_FILE, json.dumps(report.as_json(), indent=1) + "\n")
             journal.remove()
         os.rename(partial, out)
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        raise CapacityError(
+            f"{out.name}{PARTIAL_SUFFIX} in {out.absolute().parent} cannot grow: {error.strerror}; make room, and the "
+            "same command goes on, or name a folder elsewhere"
+        ) from error
     finally:
         checkpoint.close()
     return report
