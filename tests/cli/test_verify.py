@@ -437,6 +437,35 @@ def test_an_error_of_the_engine_is_a_miss_and_the_next_links_run(folder: Path, m
     assert found["CPU, chunks of 128"].status is Status.PASSED
 
 
+@pytest.mark.parametrize(
+    ("config", "vocabulary", "code", "message"),
+    [
+        ({"max_position_embeddings": 1}, None, 2, "context holds 1 token"),
+        ({}, 0, 6, "none"),
+        ({}, 700, 6, "another model"),
+    ],
+)
+def test_a_model_that_no_text_can_be_given_to(
+    tmp_path: Path, no_gpu: None, config: dict[str, int], vocabulary: int | None, code: int, message: str
+) -> None:
+    """It is named before any link runs, which would be missed for it."""
+    path = write_model(tmp_path, "llama")
+    stored = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(stored | config))
+    if vocabulary is not None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if vocabulary else []
+        ids = {f"<{index}>": index for index in range(3)}  # those that config.json names
+        ids |= {token: index + vocabulary - 256 for index, token in enumerate(alphabet)}
+        tokenizer = Tokenizer(models.BPE(ids, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(str(path / "tokenizer.json"))
+    result = verify(str(path), "--quick")
+    assert result.exit_code == code, result.output
+    assert message in result.output
+    assert "missed" not in result.output
+
+
 def test_interrupted_it_ends_at_once_and_says_nothing_more(folder: Path) -> None:
     program = (
         "from edge_transformer.verify import live_transformers\n"

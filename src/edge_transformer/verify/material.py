@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edge_transformer.errors import TextError, UsageError
 from edge_transformer.models.config import GATED_DELTA, ModelSpec
 from edge_transformer.text.tokenizer import Tokenizer
 from edge_transformer.verify.feed import Prompt
@@ -56,8 +57,19 @@ class Material:
 
 
 def material(tokenizer: Tokenizer, spec: ModelSpec, parameters: int, quick: bool) -> Material:
-    """The built-in text in the model's tokens, over and over, as long as `quick` and the context allow."""
+    """The built-in text in the model's tokens, over and over, as long as `quick` and the context allow.
+
+    Raises TextError when the text has no tokens in the model's vocabulary, UsageError for a context of one token.
+    """
     ids = tokenizer.encode(TEXT)
+    if not ids or max(ids) >= spec.config.vocab_size:
+        highest = f"up to {max(ids)}" if ids else "(none)"
+        raise TextError(
+            f"of the text that is verified the tokenizer makes tokens {highest}; the model has 0 to "
+            f"{spec.config.vocab_size - 1}: the tokenizer is that of another model"
+        )
+    if spec.config.context_length < 2:
+        raise UsageError("the model's context holds 1 token; verifying takes a prompt and a token after it: 2 at least")
     length = TOKENS
     if quick:
         least, most = QUICK_TOKENS
