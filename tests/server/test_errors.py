@@ -153,6 +153,37 @@ def test_many_prompts_are_counted_before_any_is_read(served: Served, monkeypatch
     assert "129 prompts" in error["message"]
 
 
+def _nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"properties": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [200, 600, 900])
+@pytest.mark.parametrize("place", ["chat_template_kwargs", "tools", "response_format", "metadata", "annotations"])
+def test_values_nested_deeply_are_no_fault_of_the_server(served: Served, place: str, depth: int) -> None:
+    deep = _nested(depth)
+    values = {
+        "chat_template_kwargs": {"chat_template_kwargs": {"x": deep}},
+        "tools": {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]},
+        "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}},
+        "metadata": {"metadata": deep},
+        "annotations": {"messages": [*HELLO, {"role": "assistant", "content": "x", "annotations": deep}, *HELLO]},
+    }
+    status, answer = served.post(CHAT, {"model": "tiny", "messages": HELLO, "max_tokens": 1, **values[place]})
+    assert status in (200, 400), answer
+    assert status == 200 or len(answer["error"]["message"]) < 400
+
+
+def test_any_name_can_be_a_variable_of_the_template(served: Served) -> None:
+    names = dict.fromkeys(["self", "args", "kwargs", "cls", "", "a b", "loop", "messages"], 1)
+    status, answer = served.post(
+        CHAT, {"model": "tiny", "messages": HELLO, "max_tokens": 1, "chat_template_kwargs": names}
+    )
+    assert status == 200, answer
+
+
 def test_an_answer_ends_with_the_context(served: Served) -> None:
     body = {"model": "tiny", "prompt": "x" * 2040, "max_tokens": 100, "ignore_eos": True}
     status, answer = served.post(TEXT, body)

@@ -74,6 +74,8 @@ def of_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="out_of_memory", retry_after=5)
     if isinstance(error, UsageError | TextError):
         return invalid(str(error))
+    if isinstance(error, RecursionError):  # of what a request has: schemas, variables of the template
+        return invalid("a value of the request is nested too deeply", None, "invalid_value")
     if isinstance(error, EdgeTransformerError):
         return ApiError(500, str(error), code="engine_error")
     log.error("a request met a fault of the server", exc_info=error)

@@ -50,7 +50,7 @@ def render_bounded(template: jinja2.Template, variables: Mapping[str, object], m
     total = 0
     try:
         with time_limit(RENDER_SECONDS):
-            for piece in template.generate(**variables):
+            for piece in template.generate(variables):
                 total += len(piece)
                 if total > max_chars:
                     raise TextError(f"the model's chat template writes more than {max_chars} characters")
