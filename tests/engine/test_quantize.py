@@ -22,7 +22,7 @@ from edge_transformer.engine.quantize import quantize_model
 from edge_transformer.engine.quantize_journal import JOURNAL_FILE
 from edge_transformer.engine.quantize_plan import Quantization
 from edge_transformer.engine.weights import HostWeights
-from edge_transformer.errors import CapacityError, NumericError, UsageError
+from edge_transformer.errors import CapacityError, FileChangedError, NumericError, UsageError
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.formats.weight import WeightFormat
 from edge_transformer.models.read import read_model
@@ -424,6 +424,25 @@ def test_a_disk_that_fills_on_the_way_is_named_and_the_work_goes_on(
     quantize_model(source, tmp_path / "out", Quantization("int8"), threads=1)
     weights = "model.safetensors"
     assert (tmp_path / "out" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+
+
+@pytest.mark.parametrize("changed", ["config.json", "model.safetensors"])
+def test_a_source_that_is_replaced_on_the_way_is_refused(tmp_path: Path, changed: str) -> None:
+    """The settings beside the weights are read last: they must be those that the weights were read with."""
+    source = tiny_source(tmp_path)
+    content = (source / changed).read_bytes()
+    replaced: list[str] = []
+
+    def replace_file(what: str, done: int, total: int) -> None:
+        if not replaced:
+            replaced.append(what)
+            new = content.replace(b'"rms_norm_eps": 0.03', b'"rms_norm_eps": 0.04')
+            (source / "new").write_bytes(new if changed == "config.json" else content)
+            os.rename(source / "new", source / changed)
+
+    with pytest.raises(FileChangedError, match=r"while .* was quantized; start again"):
+        quantize_model(source, tmp_path / "out", Quantization("int8"), 1, replace_file)
+    assert not (tmp_path / "out").exists()
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from edge_transformer.cpu.settings import cpu_settings
 from edge_transformer.engine.quantize_journal import Journal
 from edge_transformer.engine.quantize_plan import Item, Quantization, QuantizationPlan, plan_quantization
 from edge_transformer.engine.weights import row_order
-from edge_transformer.errors import CapacityError, UsageError
+from edge_transformer.errors import CapacityError, FileChangedError, UsageError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.file_names import SINGLE_FILE
 from edge_transformer.formats.gguf import split_paths
@@ -135,10 +135,13 @@ def quantize_model(
         plan = plan_quantization(checkpoint, read_model(checkpoint), choice)
         partial = out.with_name(out.name + PARTIAL_SUFFIX)
         partial.mkdir(parents=True, exist_ok=True)
-        with Journal(partial, _identity(checkpoint, plan, choice)) as journal:
+        identity = _identity(checkpoint, plan, choice)
+        with Journal(partial, identity) as journal:
             errors = _write_weights(plan, partial / SINGLE_FILE, journal, settings.threads, settings.isa, progress)
             report = _report(out, choice, plan, errors)
             _write_settings(source, checkpoint, choice, partial)
+            if _identity(checkpoint, plan, choice) != identity:
+                raise FileChangedError(checkpoint.path, "its files were replaced while it was quantized; start again")
             _write_text(partial / REPORT_FILE, json.dumps(report.as_json(), indent=1) + "\n")
             journal.remove()
         os.rename(partial, out)
@@ -314,6 +317,8 @@ def _write_settings(source: Path, checkpoint: Checkpoint, choice: Quantization, 
         return
     origin = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     config = read_settings(origin / "config.json")
+    if config != checkpoint.metadata:
+        raise FileChangedError(origin / "config.json", "it changed while the model was quantized; start again")
     config["quantization_config"] = {
         "quant_method": QUANTIZATION_METHOD,
         "layout_version": LAYOUT_VERSION,
