@@ -6,12 +6,14 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from edge_transformer import LLM, GenerationConfig
+from edge_transformer.engine.answer import Piece
 from edge_transformer.engine.recurrent import CHECKPOINT_BORDER
-from edge_transformer.engine.request import Limits, QueueFullError, StoppedError
+from edge_transformer.engine.request import Limits, QueueFullError, Request, StoppedError
 from edge_transformer.engine.scheduler import Scheduler
 from edge_transformer.errors import NumericError, UsageError
 from server.tiny_server import Collected, make_scheduler, submit, write_chat_model
@@ -201,6 +203,20 @@ def test_a_request_that_cannot_be_answered_ends_alone(llm: LLM, scheduler: Sched
     assert isinstance(bad.wait().error, UsageError)
     assert good.wait().error is None
     assert scheduler.failure is None
+
+
+def test_a_request_let_go_of_when_it_has_ended_is_no_cancelled_one(llm: LLM, scheduler: Scheduler) -> None:
+    class LetsGo(Collected):
+        def piece(self, choice: int, piece: Piece) -> None:
+            if piece.finish_reason is not None:
+                scheduler.cancel(request)
+            super().piece(choice, piece)
+
+    request = Request([1, 2, 3], GREEDY, (0,), LetsGo())
+    scheduler.submit(request)
+    cast(LetsGo, request.listener).wait()
+    submit(scheduler, [1, 2], GREEDY)[1].wait()
+    assert scheduler.statistics.cancelled == 0
 
 
 def test_a_fault_of_the_engine_is_told_to_all(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,9 +394,9 @@ class Scheduler:
                 self._refuse(choice.request, error)
                 return
             self._count_token(choice)
-            choice.request.listener.piece(choice.choice, piece)
-            if piece.finish_reason is not None:
+            if piece.finish_reason is not None:  # before it is told: whoever hears it may let go of the request
                 self._leave(choice)
+            choice.request.listener.piece(choice.choice, piece)
 
     def _count_token(self, live: Live) -> None:
         now = time.perf_counter()
