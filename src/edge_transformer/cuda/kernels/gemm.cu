@@ -22,12 +22,12 @@ static_assert(ETE_THREADS == 256, "16 x 16 threads, each 4 x 4 outputs");
 using WeightSlice = Slice<kFormat, 4>;
 
 extern "C" __global__ void ETE_LAUNCH_BOUNDS
-gemm(const float *__restrict__ x, const int *__restrict__ counts, int cols, int epilogue, int activation,
-     const uint8_t *__restrict__ weight0, int64_t second0, int64_t third0, int64_t fourth0,
-     const float *__restrict__ bias0, float *__restrict__ out0, int rows0, const uint8_t *__restrict__ weight1,
-     int64_t second1, int64_t third1, int64_t fourth1, const float *__restrict__ bias1, float *__restrict__ out1,
-     int rows1, const uint8_t *__restrict__ weight2, int64_t second2, int64_t third2, int64_t fourth2,
-     const float *__restrict__ bias2, float *__restrict__ out2, int rows2) {
+gemm(const float* __restrict__ x, const int* __restrict__ counts, int cols, int epilogue, int activation,
+     const uint8_t* __restrict__ weight0, int64_t second0, int64_t third0, int64_t fourth0,
+     const float* __restrict__ bias0, float* __restrict__ out0, int rows0, const uint8_t* __restrict__ weight1,
+     int64_t second1, int64_t third1, int64_t fourth1, const float* __restrict__ bias1, float* __restrict__ out1,
+     int rows1, const uint8_t* __restrict__ weight2, int64_t second2, int64_t third2, int64_t fourth2,
+     const float* __restrict__ bias2, float* __restrict__ out2, int rows2) {
   ETE_SHARED(float, tiles, 2 * kGroup * kPitch);  // then the results: kTile = 2 * kGroup
   float *weight_tile = tiles, *x_tile = tiles + kGroup * kPitch;
 
@@ -48,7 +48,7 @@ gemm(const float *__restrict__ x, const int *__restrict__ counts, int cols, int 
   const RowPlanes planes = row_planes<kFormat>(matrix.weight, matrix.second, matrix.third, matrix.fourth,
                                                row_lives ? row_start + my_row : row_start, cols);
   const bool x_lives = x_start + my_row < live.count;
-  const float *x_row = x + static_cast<int64_t>(x_start + my_row) * cols;
+  const float* x_row = x + static_cast<int64_t>(x_start + my_row) * cols;
 
   // Outputs of this thread: weight rows 4 * (thread % 16) on, rows of x 4 * (thread / 16) on.
   const int of_weight = 4 * (thread % 16), of_x = 4 * (thread / 16);

@@ -28,7 +28,7 @@ ETE_DEVICE Slice<F, parts> empty_slice() {
 
 // Columns 32 group ... A row of floats may end inside: bytes past its pitch are not read.
 template <Format F, int parts>
-ETE_DEVICE Slice<F, parts> load_slice(const RowPlanes &row, int group, int part, int cols) {
+ETE_DEVICE Slice<F, parts> load_slice(const RowPlanes& row, int group, int part, int cols) {
   Slice<F, parts> slice = empty_slice<F, parts>();
   constexpr int bytes = Slice<F, parts>::kBytes;
   const int64_t from = static_cast<int64_t>(group) * code_bytes(F) + part * bytes;
@@ -65,7 +65,7 @@ ETE_DEVICE int piece_column(int part, int piece) {
 
 // Four numbers of a slice: codes, or values of the float formats, zero from column `limit` on (of the 32).
 template <Format F, int parts>
-ETE_DEVICE void slice_numbers(const Slice<F, parts> &slice, int part, int piece, int limit, float (&numbers)[4]) {
+ETE_DEVICE void slice_numbers(const Slice<F, parts>& slice, int part, int piece, int limit, float (&numbers)[4]) {
   if constexpr (F == Format::F32) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) numbers[i] = __uint_as_float(slice.words[4 * piece + i]);
@@ -94,7 +94,7 @@ ETE_DEVICE void slice_numbers(const Slice<F, parts> &slice, int part, int piece,
 
 // Columns [from, from + count) of a row of x; zero past `cols`. count is a multiple of 4.
 template <int count>
-ETE_DEVICE void load_x(const float *row, int from, int cols, bool live, float (&values)[count]) {
+ETE_DEVICE void load_x(const float* row, int from, int cols, bool live, float (&values)[count]) {
 #pragma unroll
   for (int i = 0; i < count; i += 4) {
     float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

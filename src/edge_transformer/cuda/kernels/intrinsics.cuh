@@ -62,8 +62,8 @@ ETE_DEVICE uint16_t load2_once(const void* at) {
   return value;
 }
 
-// Loads that stay on their side of wait_for_kernels_ahead, past the first-level cache. The others may be moved across it
-// by the compiler where it takes the memory for read-only. Before the wait: what no kernel of the pass writes.
+// Loads that stay on their side of wait_for_kernels_ahead, past the first-level cache. The others may be moved across
+// it by the compiler where it takes the memory for read-only. Before the wait: what no kernel of the pass writes.
 ETE_DEVICE uint4 load16_ordered(const void* at) {
   uint4 value;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
