@@ -5,6 +5,7 @@ their memory was taken away, and pieces of the prompts that are being read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from edge_transformer.engine.chunk import Chunk, last_border
 from edge_transformer.engine.live import Live
@@ -48,9 +49,9 @@ def next_chunk(live: Live, count: int) -> Chunk:
     assert live.sequence is not None
     start = len(live.sequence)
     prompt = live.request.prompt_ids
+    logits: Literal["none", "last"] = "last" if start + count == live.tokens else "none"
+    border = last_border(len(prompt))
     if start < len(prompt):
-        tokens, kind = prompt[start : start + count], "prompt"
-    else:
-        tokens, kind = live.answer.ids[start - len(prompt) : start - len(prompt) + count], "decode"
-    last = "last" if start + count == live.tokens else "none"
-    return Chunk(live.sequence, tokens, kind, last, last_border(len(prompt)))  # type: ignore[arg-type]
+        return Chunk(live.sequence, prompt[start : start + count], "prompt", logits, border)
+    answered = start - len(prompt)
+    return Chunk(live.sequence, live.answer.ids[answered : answered + count], "decode", logits, border)

@@ -57,11 +57,13 @@ class PrefixCache:
         `running` sequence does; None where none does.
         """
         wanted = np.array(prompt[:-1], np.int64)
-        found = [(_common(entry.tokens, wanted), entry.sequence, entry) for entry in self._entries]
+        found: list[tuple[int, EngineSequence, _Entry | None]] = [
+            (_common(entry.tokens, wanted), entry.sequence, entry) for entry in self._entries
+        ]
         for sequence in running:
             length = min(sequence.prompt_length, len(wanted))
             held = np.array(sequence.tokens[:length], np.int64)
-            found.append((_common(held, wanted), sequence, None))  # type: ignore[arg-type]
+            found.append((_common(held, wanted), sequence, None))
         found.sort(key=lambda match: -match[0])
         best: EngineSequence | None = None
         for common, sequence, entry in found:

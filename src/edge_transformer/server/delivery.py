@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ Whole = Callable[[], Awaitable[dict[str, Any]]]
 Chunks = Callable[[], AsyncIterator[dict[str, Any] | None]]
 
 
-class Delivery(Response):
+class Delivery(Response, ABC):
     """Runs `produce` while the client is there; calls `leave` when it has gone, and at the end."""
 
     def __init__(self, leave: Callable[[], None]) -> None:
@@ -42,9 +43,9 @@ class Delivery(Response):
                 task.cancel()
             await asyncio.gather(answering, gone, return_exceptions=True)
 
+    @abstractmethod
     async def answer(self, send: Send) -> None:
         """Send headers and body."""
-        raise NotImplementedError
 
 
 class WholeAnswer(Delivery):
