@@ -220,6 +220,18 @@ def test_registration_covers_whole_pages(gpu: CudaGpu, fake: FakeDriver) -> None
     assert fake.called("cuMemHostUnregister") == [[4096 * 5]]
 
 
+def test_closing_ends_registrations_as_others_may_keep_the_context_alive(gpu: CudaGpu, fake: FakeDriver) -> None:
+    registered, ended = gpu.register_host(4096 * 5, 10, read_only=False), gpu.register_host(0, 10, read_only=False)
+    assert registered is not None and ended is not None
+    with registered:
+        with ended:
+            pass
+        gpu.close()
+    calls = [call[0] for call in fake.calls]
+    assert fake.called("cuMemHostUnregister") == [[0], [4096 * 5]]
+    assert calls.index("cuDevicePrimaryCtxRelease") == len(calls) - 1
+
+
 def test_registration_is_refused_in_peace(gpu: CudaGpu, fake: FakeDriver) -> None:
     for error in ("NOT_SUPPORTED", "OUT_OF_MEMORY", "NOT_PERMITTED"):
         fake.fail("cuMemHostRegister", error)

@@ -74,6 +74,7 @@ class CudaGpu:
         self._progress = progress
         self._queued: deque[str] = deque(maxlen=QUEUED_NAMES)
         self._memories: set[CudaMemory] = set()
+        self._registered: set[int] = set()  # addresses of registered host memory
         self._blocks: list[tuple[int, int, str]] = []
         self._handles: list[tuple[str, Any]] = []  # (call that releases it, handle)
         self._kernels: dict[KernelSource, CudaKernel] = {}
@@ -148,6 +149,7 @@ class CudaGpu:
         if status and status.name in _REGISTRATION_REFUSED:
             return None
         self._check(status, "cuMemHostRegister", (hex(start), size, flags))
+        self._registered.add(start)
         return self._registration(start)
 
     @contextlib.contextmanager
@@ -155,8 +157,8 @@ class CudaGpu:
         try:
             yield
         finally:
-            if not self._closed:  # closing the GPU first is an error of no consequence: the context took it along
-                self._enter()
+            if start in self._registered:  # the GPU, closed first, has ended it
+                self._registered.discard(start)
                 self.release("cuCtxSynchronize")  # a copy may still read there
                 self.release("cuMemHostUnregister", start)
 
@@ -298,6 +300,10 @@ class CudaGpu:
         self.release("cuCtxSynchronize")
         for memory in list(self._memories):
             memory.close()
+        # Others of this process share the context and keep it alive, and registrations with it: of memory that is given
+        # back meanwhile, too, whose addresses could then not be registered again.
+        while self._registered:
+            self.release("cuMemHostUnregister", self._registered.pop())
         for kernel in self._kernels.values():
             self.release("cuModuleUnload", kernel.module)
         for call, handle in self._handles:
