@@ -222,7 +222,8 @@ def test_registration_covers_whole_pages(gpu: CudaGpu, fake: FakeDriver) -> None
 
 def test_closing_ends_registrations_as_others_may_keep_the_context_alive(gpu: CudaGpu, fake: FakeDriver) -> None:
     registered, ended = gpu.register_host(4096 * 5, 10, read_only=False), gpu.register_host(0, 10, read_only=False)
-    assert registered is not None and ended is not None
+    assert registered is not None
+    assert ended is not None
     with registered:
         with ended:
             pass
