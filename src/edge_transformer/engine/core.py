@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ from edge_transformer.models.rope import inverse_frequencies
 from edge_transformer.ops.backend import AttentionShape, Backend, DeltaShape
 from edge_transformer.ops.batch import Batch
 from edge_transformer.ops.tensor import DType, Tensor, tensor_of
+
+Result = TypeVar("Result")
 
 LOGIT_BLOCK_ROWS = 8
 """Rows whose logits are made at once, where nobody asks for more: the group size of the decode kernels."""
@@ -138,6 +140,8 @@ class Engine:
             for shape, vectors, norm in zip(shapes, weights.vectors, following, strict=True)
         ]
         self._segments = [tuple(segment.name for segment in layer.segments) for layer in spec.layers]
+        self.spare_memory: Callable[[], bool] | None = None
+        """Asked where memory for a sequence is refused: gives back what nobody needs; False when nothing was."""
         self._passes = 0
         self._newest: list[Sequence] = []
         self._closed = False
@@ -160,9 +164,7 @@ class Engine:
         self._require_open()
         self._check(chunks)
         self._passes += 1
-        for chunk in chunks:
-            chunk.sequence.prepare(len(chunk.tokens))
-        batch, rows = make_batch(chunks, self._ropes, self._attentions, self._deltas)
+        batch, rows = self._with_spare_memory(lambda: self._prepare(chunks))
         self._newest = [chunk.sequence for chunk in chunks]
         with ExitStack() as unfinished:
             unfinished.callback(self._backend.give_up)
@@ -196,7 +198,7 @@ class Engine:
         done, logits = 0, None
         if len(sequence) > sequence.prompt_length:
             with self.lock:
-                sequence.checkpoint()
+                self._with_spare_memory(sequence.checkpoint)
         border = last_border(len(sequence) + len(tokens))
         while done < len(tokens):
             count = self.chunk_length(len(sequence), len(tokens) - done)
@@ -277,6 +279,21 @@ class Engine:
                     raise UsageError(
                         f"token {token} does not exist; this model's tokens: 0..{self.config.vocab_size - 1}"
                     )
+
+    def _prepare(self, chunks: AbstractSequence[Chunk]) -> tuple[Batch, list[tuple[int, int]]]:
+        """Room for the tokens of all chunks, and what `make_batch` gives. May be called again when it was refused."""
+        for chunk in chunks:
+            chunk.sequence.prepare(len(chunk.tokens))
+        return make_batch(chunks, self._ropes, self._attentions, self._deltas)
+
+    def _with_spare_memory(self, call: Callable[[], Result]) -> Result:
+        """`call()`; once more where memory was refused and some was to spare."""
+        try:
+            return call()
+        except CapacityError:
+            if self.spare_memory is None or not self.spare_memory():
+                raise
+        return call()
 
     def _run_layers(
         self,

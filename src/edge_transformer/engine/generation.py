@@ -84,14 +84,15 @@ class _State:
 class Stream(Iterator[str]):
     """The pieces of a text as they are made. `result` is there at any time: what has been generated so far.
 
-    Iterating to the end, `cancel`, or leaving a `with` block ends the generation and frees its state.
+    Iterating to the end, `cancel`, leaving a `with` block or dropping the stream ends the generation and frees its
+    state.
     """
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: Tokenizer,
-        sequence: EngineSequence,
+        begin: Callable[[], EngineSequence],
         prompt_ids: Sequence[int],
         end_token_ids: Sequence[int],
         config: GenerationConfig,
@@ -101,18 +102,17 @@ class Stream(Iterator[str]):
         finished: Callable[[EngineSequence], None] = EngineSequence.close,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        """begin: called when the first piece is asked for; gives the sequence, which holds the prompt's first tokens or
+        none, and is `finished` in the end. A stream that nobody iterates holds no memory.
+        """
         self.config = config
         self.seed = int.from_bytes(os.urandom(8), "little") if config.seed is None else config.seed
-        self._prompt_ids = tuple(prompt_ids)
         self._load_s = load_s
-        self._state = _State()
-        self._cancelled = False
-        self._end_token_ids = frozenset() if config.ignore_eos else frozenset(end_token_ids)
-        self._context_length = context_length
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._progress = progress
-        self._pieces = cast("GeneratorType[str, None, None]", self._run(sequence, finished))
+        # What makes the pieces does not refer to the stream, so that a stream that is dropped ends at once.
+        self._making = _Making(
+            engine, tokenizer, tuple(prompt_ids), end_token_ids, config, self.seed, context_length, progress
+        )
+        self._pieces = cast("GeneratorType[str, None, None]", self._making.run(begin, finished))
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -128,9 +128,9 @@ class Stream(Iterator[str]):
     @property
     def result(self) -> Generation:
         """The generation, complete or as far as it has come."""
-        state = self._state
+        state, prompt_ids = self._making.state, self._making.prompt_ids
         return Generation(
-            prompt_ids=self._prompt_ids,
+            prompt_ids=prompt_ids,
             ids=tuple(state.ids),
             text="".join(state.text),
             finish_reason=state.finish_reason,
@@ -140,7 +140,7 @@ class Stream(Iterator[str]):
                 load_s=self._load_s,
                 prefill_s=state.prefill_s,
                 decode_s=state.decode_s,
-                prompt_tokens=len(self._prompt_ids),
+                prompt_tokens=len(prompt_ids),
                 processed_tokens=state.processed_tokens,
                 generated_tokens=len(state.ids),
             ),
@@ -148,7 +148,7 @@ class Stream(Iterator[str]):
 
     def cancel(self) -> None:
         """End the generation at the next layer border; may be called from another thread or a signal handler."""
-        self._cancelled = True
+        self._making.cancelled = True
 
     def close(self) -> None:
         """End the generation now, if it has not ended, and free its state. Another thread that iterates ends it."""
@@ -156,15 +156,44 @@ class Stream(Iterator[str]):
         if not self._pieces.gi_running:
             self._pieces.close()
 
-    def _run(self, sequence: EngineSequence, finished: Callable[[EngineSequence], None]) -> Generator[str, None, None]:
-        state = self._state
-        decoder = StreamDecoder(self._tokenizer, self._prompt_ids)
-        stops = StopStrings(self.config.stop)
+
+class _Making:
+    """How a stream's pieces are made."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        prompt_ids: tuple[int, ...],
+        end_token_ids: Sequence[int],
+        config: GenerationConfig,
+        seed: int,
+        context_length: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.state = _State()
+        self.cancelled = False
+        self.prompt_ids = prompt_ids
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._end_token_ids = frozenset() if config.ignore_eos else frozenset(end_token_ids)
+        self._config = config
+        self._seed = seed
+        self._context_length = context_length
+        self._progress = progress
+
+    def run(
+        self, begin: Callable[[], EngineSequence], finished: Callable[[EngineSequence], None]
+    ) -> Generator[str, None, None]:
+        state = self.state
+        decoder = StreamDecoder(self._tokenizer, self.prompt_ids)
+        stops = StopStrings(self._config.stop)
+        sequence = begin()
         try:
             started = time.perf_counter()
             kept = len(sequence)
-            todo = self._prompt_ids[kept:]
-            logits = self._engine.prefill(sequence, todo, progress=self._progress, cancelled=lambda: self._cancelled)
+            todo = self.prompt_ids[kept:]
+            logits = self._engine.prefill(sequence, todo, progress=self._progress, cancelled=lambda: self.cancelled)
             state.processed_tokens = len(sequence) - kept
             state.prefill_s = time.perf_counter() - started
             started = time.perf_counter()
@@ -176,9 +205,9 @@ class Stream(Iterator[str]):
                 piece, hit = ("", False) if ended else stops.push(decoder.push(token))
                 if ended or hit:
                     state.finish_reason = "stop"
-                elif self.config.max_tokens is not None and len(state.ids) >= self.config.max_tokens:
+                elif self._config.max_tokens is not None and len(state.ids) >= self._config.max_tokens:
                     state.finish_reason = "length"
-                elif len(self._prompt_ids) + len(state.ids) >= self._context_length:
+                elif len(self.prompt_ids) + len(state.ids) >= self._context_length:
                     state.finish_reason = "context"
                 if state.finish_reason != "interrupted" and not hit:
                     rest, hit = stops.push(decoder.finish())
@@ -187,7 +216,7 @@ class Stream(Iterator[str]):
                 if piece:
                     state.text.append(piece)
                     yield piece
-                if state.finish_reason != "interrupted" or self._cancelled:
+                if state.finish_reason != "interrupted" or self.cancelled:
                     return
                 token = self._next(sequence, token)
         finally:
@@ -195,21 +224,21 @@ class Stream(Iterator[str]):
 
     def _choose(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token; its log-probabilities are recorded where they are asked."""
-        state = self._state
-        token = sample(logits, self.config, self.seed, self._prompt_ids, state.ids)
-        if self.config.logprobs is not None:
-            state.logprobs.append(token_logprobs(logits, token, self.config.logprobs))
+        state = self.state
+        token = sample(logits, self._config, self._seed, self.prompt_ids, state.ids)
+        if self._config.logprobs is not None:
+            state.logprobs.append(token_logprobs(logits, token, self._config.logprobs))
         return token
 
     def _next(self, sequence: EngineSequence, token: int) -> int | None:
         """The token after `token`, or None when cancelled."""
         # Recurrent state does not survive a pass that is given up, and a pass of one token is soon over.
-        cancelled = None if sequence.recurrent is not None else lambda: self._cancelled
+        cancelled = None if sequence.recurrent is not None else lambda: self.cancelled
         with self._engine.lock:
             result = self._engine.step([Chunk(sequence, [token], "decode", "last")], cancelled)
             if result is None:
                 return None
-            if self.config.plain_greedy and self.config.logprobs is None:
+            if self._config.plain_greedy and self._config.logprobs is None:
                 return result.likeliest()[0]
             logits = result.logits()[0]
         return self._choose(logits)

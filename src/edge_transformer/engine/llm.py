@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from edge_transformer.engine.kept import KeptSequence
 from edge_transformer.engine.loading import load_weights_and_text
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import ContextLengthError, UsageError
@@ -98,8 +99,9 @@ class LLM:
             undo.callback(self._weights.close)
             self.engine, self.plan = self._open_engine(backend, KV_DTYPES[kv_dtype], gpu, progress)
             undo.pop_all()
-        self._kept_lock = threading.Lock()
-        self._kept: EngineSequence | None = None
+        self._kept = KeptSequence()
+        # A GPU may have room for the state of one sequence, which is the kept one's until another needs it.
+        self.engine.spare_memory = self._kept.give_up
         self._closed = False
         self.load_s = time.perf_counter() - started
 
@@ -203,13 +205,13 @@ class LLM:
         return Stream(
             self.engine,
             self.tokenizer,
-            self._sequence_for(prompt_ids),
+            partial(self._sequence_for, prompt_ids),
             prompt_ids,
             self.end_token_ids,
             config,
             self.context_length,
             load_s=self.load_s,
-            finished=self._keep,
+            finished=self._kept.keep,
             progress=prefill_progress,
         )
 
@@ -260,10 +262,7 @@ class LLM:
         if self._closed:
             return
         self._closed = True
-        with self._kept_lock:
-            kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.close()
+        self._kept.close()
         self.engine.close()
         self._checkpoint.close()
 
@@ -296,22 +295,13 @@ class LLM:
         Tokens that call made are kept too, so that a conversation computes each token once. Their state was made one by
         one, which gives other roundings than a prompt in one piece; the tokens of a prompt give the same bits always.
         """
-        with self._kept_lock:
-            sequence, self._kept = self._kept, None
+        sequence = self._kept.take()
         if sequence is None:
             return self.engine.new_sequence()
         limit = min(len(sequence), len(prompt_ids) - 1)
         common = next((i for i in range(limit) if sequence.tokens[i] != prompt_ids[i]), limit)
         sequence.reuse(common)
         return sequence
-
-    def _keep(self, sequence: EngineSequence) -> None:
-        with self._kept_lock:
-            old, self._kept = self._kept, sequence
-        if old is not None:
-            old.close()
-        if self._closed:
-            sequence.close()
 
 
 def make_config(config: GenerationConfig | None, overrides: Mapping[str, Any]) -> GenerationConfig:

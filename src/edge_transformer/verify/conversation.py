@@ -51,8 +51,8 @@ def conversation_links(
 def without_kept(llm: LLM, prompt: str) -> Generation:
     """The answer of a model's engine, without what its LLM has kept of earlier calls."""
     ids = llm.encode(prompt, raw=True)
-    sequence = llm.engine.new_sequence()
-    stream = Stream(llm.engine, llm.tokenizer, sequence, ids, llm.end_token_ids, CONFIG, llm.context_length)
+    begin = llm.engine.new_sequence
+    stream = Stream(llm.engine, llm.tokenizer, begin, ids, llm.end_token_ids, CONFIG, llm.context_length)
     with stream:
         for _ in stream:
             pass
