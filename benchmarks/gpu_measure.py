@@ -282,25 +282,25 @@ class Limit:
 
 
 def decode_limit(opened: Opened, depth: int, bus: float) -> Limit:
-    """What crosses the bus in a token, over the bus's rate. An output projection on the CPU adds the time in which its
-    bytes are read there (at the rate without other work, measured now), less the time in which the slots can be filled
-    meanwhile with the next token's first weights.
+    """What crosses the bus in a token, over the bus's rate. The CPU's part of an output projection adds the time in
+    which its bytes are read there (at the rate without other work, measured now), less the time in which meanwhile the
+    bus brings the rest of it and the slots can be filled with the next token's first weights.
     """
     plan = opened.plan
     kv = opened.kv_bytes(depth) if plan.kv is KvPlace.HOST else 0
     seconds = (plan.streamed_bytes + kv) / bus
-    head_streamed = opened.head_bytes if plan.head is HeadPlace.STREAMED else 0
+    head_streamed = opened.head_bytes * plan.head_streamed_rows // opened.head.layout.rows
     parts = [f"{(plan.streamed_bytes - head_streamed) / 1e6:.0f} MB of layers"]
     parts += [f"{head_streamed / 1e6:.0f} MB of lm_head"] * bool(head_streamed)
     parts += [f"{kv / 1e6:.0f} MB of KV cache"] * bool(kv)
     terms = f"({' + '.join(parts)}) / {bus / 1e9:.1f} GB/s = {seconds * 1e3:.2f} ms"
-    if plan.head is HeadPlace.CPU:
-        head_rate = host_head_rates(opened).alone
+    if plan.head in (HeadPlace.CPU, HeadPlace.SPLIT):
+        head_rate, head_bytes = host_head_rates(opened).alone, opened.head_bytes - head_streamed
         ahead = min(plan.slots * plan.slot_bytes, plan.streamed_bytes)
-        head_seconds, ahead_seconds = opened.head_bytes / head_rate, ahead / bus
+        head_seconds, ahead_seconds = head_bytes / head_rate, (head_streamed + ahead) / bus
         seconds += max(0.0, head_seconds - ahead_seconds)
         terms += (
-            f"; lm_head {opened.head_bytes / 1e6:.0f} MB / {head_rate / 1e9:.1f} GB/s on the CPU = "
-            f"{head_seconds * 1e3:.2f} ms, of which {ahead / 1e6:.0f} MB of slots hide {ahead_seconds * 1e3:.2f} ms"
+            f"; lm_head {head_bytes / 1e6:.0f} MB / {head_rate / 1e9:.1f} GB/s on the CPU = {head_seconds * 1e3:.2f} "
+            f"ms; {(head_streamed + ahead) / 1e6:.0f} MB of lm_head and slots hide {ahead_seconds * 1e3:.2f} ms of that"
         )
     return Limit(seconds, terms)

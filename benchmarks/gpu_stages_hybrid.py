@@ -116,11 +116,11 @@ def host_prefill(session: Session) -> Iterator[Figure]:
 def trace(session: Session) -> Iterator[Figure]:
     """How busy the bus is while int8 decodes, streamed within 512 MiB; where it stood still."""
     path = session.model(SHAPE, "int8")
-    for head in (HeadPlace.STREAMED, HeadPlace.CPU):
+    for head in (HeadPlace.STREAMED, HeadPlace.SPLIT, HeadPlace.CPU):
         file = None if session.traces is None else session.traces / f"9b-lm_head-{head}.json"
         decoded = traced_decode(path, replace(LEAST, head=head), session.threads, DEPTH, 8, file)
         what, busy = f"int8, streamed, lm_head: {head}", decoded.summary.bus_share * 100
-        if head is HeadPlace.STREAMED:
+        if head is not HeadPlace.CPU:
             yield at_least(f"{what}: bus busy", busy, 95, "%", decoded.text)
         else:
             yield stated(f"{what}: bus busy", busy, "%", decoded.text)
@@ -220,6 +220,7 @@ def placements(session: Session) -> Iterator[Figure]:
         ),
         ("lm_head streamed", Wishes(AMPLE, -1, slots=2, kv_offload=False, head=HeadPlace.STREAMED)),
         ("512 MiB, lm_head streamed", Wishes(SMALL, 0, slots=2, kv_offload=True, head=HeadPlace.STREAMED)),
+        ("512 MiB, lm_head split", Wishes(SMALL, 0, slots=2, kv_offload=True, head=HeadPlace.SPLIT)),
         ("512 MiB, lm_head on the CPU", Wishes(SMALL, 0, slots=2, kv_offload=True, head=HeadPlace.CPU)),
     ):
         with open_model(path, wishes, 4096, session.threads) as opened:
@@ -229,7 +230,7 @@ def placements(session: Session) -> Iterator[Figure]:
             terms = f"arena {opened.plan.arena_bytes / 2**20:.0f} MiB"
         first = first or probes[""]
         for how, probe in probes.items():
-            if wishes.head is HeadPlace.CPU:
+            if wishes.head in (HeadPlace.SPLIT, HeadPlace.CPU):
                 yield at_most(f"{what}: likeliest tokens that differ", _other_ids(first, probe), 0, "", terms)
                 yield at_most(f"{what}: difference of logits", _difference(first, probe), 1e-5, "of the largest")
             else:

@@ -63,7 +63,11 @@ def small_two_slots(session: Session) -> Iterator[Figure]:
     """1b in bf16, two slots: lm_head streamed, on the CPU, and where the planner puts it."""
     path = session.model("1b", "hf")
     bus = bus_rate()
-    for what, place in (("streamed", HeadPlace.STREAMED), ("on the CPU", HeadPlace.CPU), ("as planned", None)):
+    for what, place in (
+        ("streamed", HeadPlace.STREAMED),
+        ("on the CPU", HeadPlace.CPU),
+        ("as planned", None),
+    ):
         # A resident head would leave no bytes to stream, but is not within the asked memory.
         budget = AMPLE if place is not None else 260_000_000
         wishes = Wishes(budget, resident_layers=0, slots=2, kv_offload=False, head=place)
@@ -201,6 +205,7 @@ def trace(session: Session) -> Iterator[Figure]:
         ("layers streamed", HeadPlace.GPU, False),
         ("all streamed", HeadPlace.STREAMED, False),
         ("all streamed, KV offload", HeadPlace.STREAMED, True),
+        ("layers streamed, lm_head split", HeadPlace.SPLIT, False),
         ("layers streamed, lm_head on the CPU", HeadPlace.CPU, False),
     ):
         wishes = Wishes(AMPLE, resident_layers=0, slots=2, kv_offload=offload, head=place)

@@ -245,6 +245,7 @@ GPU_BITS = (
 )
 GPU_ROUNDING = (
     "GPU, all resident",
+    "GPU, lm_head split",
     "GPU, lm_head on the CPU",
     "GPU, token by token",
     "GPU, without tensor cores",
@@ -291,7 +292,7 @@ GPU_FAULTS: dict[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]] = {
     STREAMED: lambda monkeypatch: shift_weights(monkeypatch, weights),
     ("GPU, KV cache on the host",): break_gpu(lambda backend, batch: backend._offload is not None),
     ("GPU, lm_head streamed",): lambda monkeypatch: shift_weights(monkeypatch, streamed_head),
-    ("GPU, lm_head on the CPU",): scale_head_of_cpu,
+    ("GPU, lm_head split", "GPU, lm_head on the CPU"): scale_head_of_cpu,
     ("GPU, chunks as large as can be",): break_gpu(lambda backend, batch: batch.prompt_rows == 3),
     ("GPU, several decode rows in a pass",): break_gpu(lambda backend, batch: decode_rows(batch) == 3),
     ("GPU, sequences together",): break_gpu(lambda backend, batch: int(batch.row_sequence.max()) > 0),

@@ -49,7 +49,7 @@ NLL_BOUND = 1e-3
 HEAD_BOUND = 1e-5
 
 BUDGET = 8 << 30
-GPU, STREAMED, CPU = HeadPlace.GPU, HeadPlace.STREAMED, HeadPlace.CPU
+GPU, STREAMED, SPLIT, CPU = HeadPlace.GPU, HeadPlace.STREAMED, HeadPlace.SPLIT, HeadPlace.CPU
 PLACEMENTS = {
     "all resident": Placement(Wishes(BUDGET, -1, kv_offload=False, head=GPU)),
     "all streamed": Placement(Wishes(BUDGET, 0, slots=2, kv_offload=False, head=GPU)),
@@ -58,6 +58,7 @@ PLACEMENTS = {
     "all on the host": Placement(Wishes(BUDGET, 0, slots=2, kv_offload=True, head=STREAMED), least=True),
     "page-locking refused": Placement(Wishes(BUDGET, 0, slots=3, kv_offload=False, head=STREAMED), locked=False),
     "the least": Placement(Wishes(BUDGET, 0, slots=2, kv_offload=True, head=CPU), least=True),
+    "lm_head split": Placement(Wishes(BUDGET, 0, slots=2, kv_offload=False, head=SPLIT)),
     "lm_head on the CPU": Placement(Wishes(BUDGET, -1, kv_offload=False, head=CPU)),
 }
 

@@ -60,6 +60,7 @@ def open_on_gpu(
     kv_dtype: DType = DType.F32,
     sequences: int = 2,
     rows: int = ROWS,
+    measure: bool = False,
 ) -> Opened:
     checkpoint = open_checkpoint(path)
     spec = read_model(checkpoint)
@@ -71,7 +72,7 @@ def open_on_gpu(
         HostWeights(checkpoint, spec),
         CpuBackend(1),
         kv_dtype,
-        GpuOptions(wishes, context, sequences=sequences),
+        GpuOptions(wishes, context, sequences=sequences, measure=measure),
         max_rows=rows,
     )
     return Opened(engine, gpu, plan)

@@ -34,8 +34,8 @@ class Placement:
 
     @property
     def exact(self) -> bool:
-        """Whether its bits are those of all others; an output projection on the CPU sums in another order."""
-        return self.wishes.head is not HeadPlace.CPU
+        """Whether its bits are those of all others; the CPU's part of an output projection sums in another order."""
+        return self.wishes.head not in (HeadPlace.SPLIT, HeadPlace.CPU)
 
     def __str__(self) -> str:
         wishes = self.wishes
@@ -52,7 +52,7 @@ def placements(layers: int, budget: int) -> list[Placement]:
     for resident in dict.fromkeys((-1, 0, 1, 2, layers)):
         for kv_offload in (False, True):
             for head in HeadPlace:
-                streams = resident not in (-1, layers) or head is HeadPlace.STREAMED
+                streams = resident not in (-1, layers) or head in (HeadPlace.STREAMED, HeadPlace.SPLIT)
                 for slots in (2, 3) if streams else (2,):
                     for least in (False, True):
                         wishes = Wishes(budget, resident, slots, kv_offload, head)
@@ -67,6 +67,7 @@ def short_placements(budget: int) -> list[Placement]:
         Placement(Wishes(budget, 1, 3, kv_offload=True, head=HeadPlace.GPU), least=True),
         Placement(Wishes(budget, 0, 2, kv_offload=False, head=HeadPlace.STREAMED), locked=False),
         Placement(Wishes(budget, -1, 2, kv_offload=True, head=HeadPlace.STREAMED)),
+        Placement(Wishes(budget, 0, 3, kv_offload=False, head=HeadPlace.SPLIT)),
         Placement(Wishes(budget, 0, 2, kv_offload=True, head=HeadPlace.CPU), least=True),
     ]
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import edge_transformer.engine.gpu as engine_on_gpu
 from cuda.opened import BUDGET, MODES, ForgetfulGpu, model_path, open_on_gpu, pieces, tokens_of
 from edge_transformer.engine.chunk import Chunk
 from edge_transformer.engine.core import Engine
 from edge_transformer.errors import CapacityError, NumericError
 from edge_transformer.placement import plan as plan_module
-from edge_transformer.placement.plan import HeadPlace, Wishes
+from edge_transformer.placement.plan import HeadPlace, Rates, Wishes
 from emulator import RaceError
 from tiny.models import MODELS
 from tiny.run import open_engine, run
@@ -36,6 +37,37 @@ def test_every_mode_gives_the_same_bits(
     first = results["all resident"]
     for mode, logits in results.items():
         assert np.array_equal(first, logits), mode
+
+
+@pytest.mark.parametrize("resident", [-1, 0])
+@pytest.mark.parametrize(("host_head", "streamed_rows"), [(1e12, 32), (1e9, 96), (1e3, 128)])
+def test_a_split_output_projection_has_rows_from_both_sides(
+    folder: Path,
+    closing: list[Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    resident: int,
+    host_head: float,
+    streamed_rows: int,
+) -> None:
+    """131 rows, the first ones in blocks of 32. Their bits are those of a resident one; the others are the CPU's,
+    whichever other rows the pass has.
+    """
+    monkeypatch.setattr(plan_module, "HEAD_ROW_STEP", 32)
+    monkeypatch.setattr(plan_module, "HEAD_BLOCK_BYTES", 1)
+    monkeypatch.setattr(engine_on_gpu, "measured_rates", lambda *_: Rates(1e9, host_head))
+    tokens = tokens_of(30, 12)
+    whole = open_on_gpu(model_path(folder, "llama"), MODES["all resident"])
+    wishes = Wishes(BUDGET, resident_layers=resident, slots=2, head=HeadPlace.SPLIT)
+    split = open_on_gpu(model_path(folder, "llama"), wishes, seed=6, measure=True)
+    closing += [whole.engine, split.engine]
+    if resident == -1:
+        assert (split.plan.head_streamed_rows, split.plan.head_block_rows) == (streamed_rows, 32)
+    rows = split.plan.head_streamed_rows
+    expected, got = pieces(whole.engine, tokens, 7, 2), pieces(split.engine, tokens, 7, 2)
+    assert np.array_equal(expected[:, :rows], got[:, :rows])
+    error = np.abs(expected - got).max() / max(1.0, np.abs(expected).max())
+    assert 0 < error <= 1e-5
+    assert np.array_equal(got, pieces(split.engine, tokens, 64, 2))
 
 
 @pytest.mark.parametrize("mode", ["output projection streamed alone", "all streamed, output projection too"])

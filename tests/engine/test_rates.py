@@ -28,11 +28,11 @@ def head(rows: int, cols: int) -> Weight:
     return Weight(layout, memory.address, memory)
 
 
-@pytest.mark.parametrize("rows", [1, 1000])
-def test_rates_are_measured_and_the_memory_is_given_back(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "sequences"), [(1, 1), (1000, 1), (1000, 11)])
+def test_rates_are_measured_and_the_memory_is_given_back(rows: int, sequences: int) -> None:
     gpu = EmulatedGpu(0)
     free = gpu.memory_info()[0]
-    rates = measured_rates(gpu, CpuBackend(1), head(rows, 64))
+    rates = measured_rates(gpu, CpuBackend(1), head(rows, 64), sequences)
     assert gpu.memory_info()[0] == free >= COPY_BYTES
     assert all(np.isfinite(rate) and rate > 1e5 for rate in (rates.bus, rates.host_head))
 

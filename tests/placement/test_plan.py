@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -138,18 +139,44 @@ def test_a_streamed_output_projection_costs_no_arena_where_layers_are_streamed(
     ("host_head", "place"),
     # At 50 GB/s 320 MiB of layers take 6.71 ms, the streamed projection 1.05; two slots of layers are full in 1.68.
     [
-        (20e9, HeadPlace.STREAMED),  # on the CPU 2.62 ms, of which 0.94 are not hidden: 7.65, and the margin: 8.04
-        (25e9, HeadPlace.CPU),  # 2.10 and 0.42: 7.13, and the margin: 7.49
+        # On the CPU 2.62 ms, of which 0.94 are not hidden. Split at 0.94 / (2.62 + 1.05) it has 0.27 ms on the bus:
+        # 6.98, and the margin: 7.33.
+        (20e9, HeadPlace.SPLIT),
+        (25e9, HeadPlace.SPLIT),  # 2.10 and 0.42; 0.14: 6.85, and the margin: 7.19
         (100e9, HeadPlace.CPU),
-        (1e9, HeadPlace.STREAMED),
+        (1e9, HeadPlace.STREAMED),  # 52.4 and 50.8; 0.99: 7.70, and the margin: 8.09
     ],
 )
 def test_the_output_projection_goes_where_a_token_takes_least(host_head: float, place: HeadPlace) -> None:
     wishes = Wishes(100 * MIB, resident_layers=0, kv_offload=True)
     plan = make_plan(DEMAND, wishes, Rates(50e9, host_head))
     assert plan.head is place
-    if host_head == 25e9:
+    if place is HeadPlace.SPLIT:
         assert plan.unit_layers  # larger slots hide more of it
+        # 0.2571 and 0.1333 of 51200 rows, to the next multiple of 64
+        assert plan.head_streamed_rows == {20e9: 13184, 25e9: 6848}[host_head]
+        assert plan.streamed_bytes == 320 * MIB + plan.head_streamed_rows * 1024
+
+
+def test_without_measured_rates_an_output_projection_is_split_only_when_asked() -> None:
+    assert make_plan(DEMAND, Wishes(100 * MIB, resident_layers=0, kv_offload=True)).head is not HeadPlace.SPLIT
+    asked = Wishes(100 * MIB, resident_layers=0, kv_offload=True, head=HeadPlace.SPLIT)
+    assert make_plan(DEMAND, asked).head is HeadPlace.SPLIT
+
+
+@given(st.integers(1, 10**6), st.floats(1e8, 1e12), st.floats(1e8, 1e12), st.integers(0, 8))
+def test_a_split_output_projection_has_rows_on_both_sides(
+    rows: int, bus: float, host_head: float, resident: int
+) -> None:
+    demand = replace(DEMAND, head_rows=rows, head_bytes=rows * 1024)
+    plan = make_plan(demand, Wishes(1 << 50, resident_layers=resident, head=HeadPlace.SPLIT), Rates(bus, host_head))
+    assert 1 <= plan.head_block_rows <= plan.head_streamed_rows <= rows
+    assert plan.head_streamed_rows < rows or rows <= 64
+    on_the_bus, on_the_cpu = plan.head_streamed_rows * 1024 / bus, (rows - plan.head_streamed_rows) * 1024 / host_head
+    ahead = min(plan.slots * plan.slot_bytes, (8 - resident) * 40 * MIB) / bus
+    step = 2 * 64 * 1024 * (1 / bus + 1 / host_head)
+    if 64 < plan.head_streamed_rows < rows - 64:  # neither waits for the other for longer than some rows take
+        assert abs(on_the_cpu - on_the_bus - ahead) < step
 
 
 def test_a_streamed_output_projection_alone_has_two_slots_of_its_own() -> None:

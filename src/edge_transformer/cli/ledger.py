@@ -9,7 +9,12 @@ from edge_transformer.cli.console import size
 if TYPE_CHECKING:
     from edge_transformer.placement.plan import Plan, Rates, RingCost
 
-_HEADS = {"gpu": "on the GPU", "streamed": "on the GPU, its rows streamed in blocks", "cpu": "on the CPU"}
+_HEADS = {
+    "gpu": "on the GPU",
+    "streamed": "on the GPU, its rows streamed in blocks",
+    "split": "rows streamed to the GPU in blocks, the others on the CPU meanwhile",
+    "cpu": "on the CPU",
+}
 
 
 def ledger(plan: Plan) -> str:
@@ -17,12 +22,14 @@ def ledger(plan: Plan) -> str:
     lines = [f"GPU memory: {size(plan.arena_bytes)} in one arena"]
     lines += [f"  {label}: {size(nbytes)}" for label, nbytes in plan.ledger if nbytes]
     lines.append(f"  KV cache: {'on the GPU' if plan.kv == 'gpu' else 'in host memory, streamed through two buffers'}")
-    lines.append(f"  output projection: {_HEADS[plan.head]}{_measured(plan.rates)}")
+    rows = f"{plan.head_streamed_rows:,} of its " if plan.head == "split" else ""
+    lines.append(f"  output projection: {rows}{_HEADS[plan.head]}{_measured(plan.rates)}")
     streamed = sum(not stays for stays in plan.resident)
     if plan.slots:
         parts = f"{streamed} of {len(plan.resident)} layers"
-        if plan.head == "streamed":
-            parts = f"{parts} and the output projection" if streamed else "the output projection"
+        if plan.head_streamed_rows:
+            head = "the output projection" if plan.head == "streamed" else "a part of the output projection"
+            parts = f"{parts} and {head}" if streamed else head
         lines.append(f"  {parts}: {size(plan.streamed_bytes)} over the bus each pass")
     if plan.ring is not None:
         lines.append(f"  {_ring(plan.ring)}")

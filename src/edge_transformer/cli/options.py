@@ -170,9 +170,9 @@ _ENGINE: dict[str, dict[str, Any]] = {
         "help": "With cuda: keep the KV cache in host memory and stream it (default: where it does not fit).",
     },
     "lm-head": {
-        "type": click.Choice(["gpu", "streamed", "cpu"]),
-        "help": "With cuda: where the output projection is computed: resident on the GPU, streamed to it, or on the "
-        "CPU (default: on the GPU where it fits).",
+        "type": click.Choice(["gpu", "streamed", "split", "cpu"]),
+        "help": "With cuda: where the output projection is computed: resident on the GPU, streamed to it, split "
+        "between that and the CPU, or on the CPU (default: on the GPU where it fits, else where it is fastest).",
     },
     "fast-prefill": {
         "is_flag": True,

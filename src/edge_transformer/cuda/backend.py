@@ -303,15 +303,15 @@ class CudaBackend:
         if weight.owner is self._arena:
             self._linear.lm_head(weight, x, softcap, out, self._logit_rows(rows), self._compute)
             return
-        if isinstance(weight.owner, StreamedHead):
-            for index in range(len(weight.owner)):
-                with weight.owner.block(index) as (first_row, block):
+        head = weight.owner if isinstance(weight.owner, StreamedHead) else None
+        for_the_cpu = weight if head is None else head.for_the_cpu
+        hidden = None if for_the_cpu is None else self.read(x, rows).copy()  # before the GPU has more to do
+        if head is not None:
+            for index in range(len(head)):
+                with head.block(index) as (first_row, block):
                     self._linear.lm_head(block, x, softcap, out, self._logit_rows(rows), self._compute, first_row)
-            return
-        hidden = self.read(x, rows).copy()
-        logits = self._stage(rows, out.shape[1])
-        self._host.lm_head(weight, _host_tensor(hidden), rows, softcap, logits)
-        self._gpu.copy(out.address, logits.address, logits.nbytes, self._compute)
+        if for_the_cpu is not None and hidden is not None:
+            self._lm_head_on_the_cpu(for_the_cpu, hidden, softcap, out)
 
     def select_rows(self, x: Tensor, rows: Tensor, count: int, out: Tensor) -> None:
         """`rows` must be the logit rows of the batch, which lie on the device already."""
@@ -357,6 +357,21 @@ class CudaBackend:
             self._gpu.synchronize()
 
     # ---- parts
+
+    def _lm_head_on_the_cpu(
+        self, weight: Weight, hidden: npt.NDArray[np.float32], softcap: float | None, out: Tensor
+    ) -> None:
+        """The last columns of `out`, as many as `weight` has rows, while the GPU does what is queued."""
+        rows, columns, computed = hidden.shape[0], out.shape[1], weight.layout.rows
+        logits = self._stage(rows, computed)
+        self._host.lm_head(weight, _host_tensor(hidden), rows, softcap, logits)
+        if computed == columns:
+            self._gpu.copy(out.address, logits.address, logits.nbytes, self._compute)
+            return
+        item = ITEM_BYTES[DType.F32]
+        for row in range(rows):
+            target = out.address + ((row + 1) * columns - computed) * item
+            self._gpu.copy(target, logits.address + row * computed * item, computed * item, self._compute)
 
     def _begin(self, batch: Batch) -> None:
         """Upload a batch at its first op."""

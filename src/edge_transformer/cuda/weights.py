@@ -9,7 +9,7 @@ from typing import Protocol
 from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.host_weights_feed import HostWeightsFeed
 from edge_transformer.cuda.runtime import Gpu, Stream
-from edge_transformer.cuda.streamed_head import StreamedHead, cut_rows
+from edge_transformer.cuda.streamed_head import StreamedHead, cut_rows, rows_from
 from edge_transformer.cuda.weight_slots import HostRange, Slot, SlotState, WeightSlots
 from edge_transformer.formats.weight import PLANE_ALIGNMENT, Weight, WeightLayout, round_up
 from edge_transformer.ops.tensor import Tensor
@@ -50,9 +50,9 @@ def vector_bytes(host: HostModel) -> int:
 class GpuWeights:
     """Weights by layer and segment for the compute stream; attributes and calls as engine.weights.HostWeights.
 
-    embedding stays in host memory; head too when the plan computes it on the CPU; a streamed
-    head is owned by a StreamedHead. ring_cost: what it costs that the
-    host refuses to page-lock weights; None where it does not.
+    embedding stays in host memory; head too when the plan computes it on the CPU; one that is streamed, whole or in
+    part, is owned by a StreamedHead. ring_cost: what it costs that the host refuses to page-lock weights; None where it
+    does not.
     Raises CapacityError when the host refuses page-locked memory altogether.
     """
 
@@ -79,8 +79,8 @@ class GpuWeights:
         self._places: dict[tuple[int, str], tuple[int, dict[str, tuple[Weight, int]]]] = {}
         units = self._place_layers(arena, plan)
         head_unit, head_layouts = len(units), list[WeightLayout]()
-        if plan.head is HeadPlace.STREAMED:
-            head_layouts, head_units = cut_rows(host.head, plan.head_block_rows)
+        if plan.head_streamed_rows:
+            head_layouts, head_units = cut_rows(host.head, plan.head_streamed_rows, plan.head_block_rows)
             units += head_units
         self._slots: WeightSlots | None = None
         if units:
@@ -88,7 +88,9 @@ class GpuWeights:
             self.ring_cost = self._feed.cost(addresses[0], units[0], copies)
             self._slots = WeightSlots(gpu, self._feed, self._compute, copies, addresses, units)
             if head_layouts:
-                streamed = StreamedHead(self._slots, head_unit, head_layouts)
+                whole = plan.head_streamed_rows == host.head.layout.rows
+                rest = None if whole else rows_from(host.head, plan.head_streamed_rows)
+                streamed = StreamedHead(self._slots, head_unit, head_layouts, rest)
                 self.head = Weight(host.head.layout, host.head.address, streamed)
         else:
             self.ring_cost = self._feed.cost(0, (), copies)

@@ -52,10 +52,10 @@ class GpuSettings:
 
     device: number of the GPU. vram_bytes: limit of the arena (None: what is free, less a margin). resident_layers:
     -1 all, 0 none, n spread evenly. slots: for streamed layers, at least 2. kv_offload: KV cache in host memory.
-    lm_head: "gpu", "streamed" or "cpu". fast_prefill: one bf16 term for the activations of prompts. force_capability:
-    the kernels' path for an older card, such as (7, 5). timeline: records what the GPU does and when, without graphs.
-    sequences: that share a pass at most; recurrent state has room for so many, a resident KV cache for one of the whole
-    context and others of OTHER_CONTEXT tokens, or kv_bytes.
+    lm_head: "gpu", "streamed", "split" or "cpu". fast_prefill: one bf16 term for the activations of prompts.
+    force_capability: the kernels' path for an older card, such as (7, 5). timeline: records what the GPU does and when,
+    without graphs. sequences: that share a pass at most; recurrent state has room for so many, a resident KV cache for
+    one of the whole context and others of OTHER_CONTEXT tokens, or kv_bytes.
     """
 
     device: int = 0
@@ -156,8 +156,8 @@ def open_gpu_engine(
     rows = MAX_ROWS if max_rows is None else max_rows
     capacity, demand = sized(rows)
     plan = make_plan(demand, options.wishes)
-    if options.measure and options.wishes.head is None and plan.slots:
-        rates = measured_rates(gpu, host, host_weights.head)
+    if options.measure and options.wishes.head in (None, HeadPlace.SPLIT) and plan.slots:
+        rates = measured_rates(gpu, host, host_weights.head, options.sequences)
         plan = replace(make_plan(demand, options.wishes, rates), rates=rates)
     if max_rows is None and plan.slots == 0 and plan.kv is KvPlace.GPU:
         more = _rows_to_occupy(gpu.properties.multiprocessors)

@@ -1,13 +1,15 @@
-"""How fast the bus is, and the CPU at an output projection: measured at load where a plan depends on it."""
+"""How fast the bus is, and the CPU at an output projection beside it: measured at load where a plan depends on it."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from edge_transformer.cuda.runtime import Gpu
+from edge_transformer.cuda.runtime import Gpu, Stream
 from edge_transformer.formats.weight import Weight
 from edge_transformer.ops.backend import Backend
 from edge_transformer.ops.tensor import tensor_of
@@ -20,43 +22,63 @@ COPIES = 6
 HEAD_BYTES = 128 << 20
 """Of the output projection at most: more than caches hold, read in some milliseconds."""
 
-ROUNDS = 2
+ROUNDS = 3
+
+MOST_COPIES = 100
+"""Queued beside a round of the CPU's at most."""
 
 
-def measured_rates(gpu: Gpu, host: Backend, head: Weight) -> Rates:
-    """Some 20 ms, and 32 MiB on either side meanwhile. Raises CapacityError when they cannot be had."""
-    return Rates(_bus_rate(gpu), _host_head_rate(host, head))
-
-
-def _bus_rate(gpu: Gpu) -> float:
+def measured_rates(gpu: Gpu, host: Backend, head: Weight, rows: int) -> Rates:
+    """Some 30 ms, and 32 MiB on either side meanwhile. `rows`: whose logits the CPU makes at a time. Raises
+    CapacityError when the memory cannot be had.
+    """
     source = gpu.allocate_host(COPY_BYTES, "a copy that measures the bus")
     try:
         target = gpu.allocate(COPY_BYTES, "a copy that measures the bus")
         try:
             stream = gpu.stream("bus")
-            seconds = []
-            for _ in range(COPIES):
-                started = time.perf_counter()
-                gpu.copy(target.address, source.address, COPY_BYTES, stream)
-                gpu.synchronize(stream)
-                seconds.append(time.perf_counter() - started)
+
+            def copy(count: int) -> None:
+                for _ in range(count):
+                    gpu.copy(target.address, source.address, COPY_BYTES, stream)
+
+            bus = _bus_rate(gpu, stream, copy)
+            return Rates(bus, _host_head_rate(host, head, rows, lambda: gpu.synchronize(stream), copy, bus))
         finally:
             target.close()
     finally:
         source.close()
+
+
+def _bus_rate(gpu: Gpu, stream: Stream, copy: Callable[[int], None]) -> float:
+    seconds = []
+    for _ in range(COPIES):
+        started = time.perf_counter()
+        copy(1)
+        gpu.synchronize(stream)
+        seconds.append(time.perf_counter() - started)
     return COPY_BYTES / min(seconds)
 
 
-def _host_head_rate(host: Backend, head: Weight) -> float:
-    """The first rows of the projection, with one row of activations; the first round brings the pages in."""
+def _host_head_rate(
+    host: Backend, head: Weight, rows: int, wait: Callable[[], None], copy: Callable[[int], None], bus: float
+) -> float:
+    """The first rows of the projection, with `rows` rows of activations. The first round brings the pages in and says
+    how many copies keep the bus busy during one of the others, since both read the same memory.
+    """
     layout = head.layout
-    rows = min(layout.rows, max(1, HEAD_BYTES // sum(plane.row_pitch for plane in layout.planes)))
-    part = Weight(replace(layout, rows=rows), head.address, head.owner)
-    x, logits = tensor_of(np.ones((1, layout.cols), np.float32)), tensor_of(np.empty((1, rows), np.float32))
-    host.reserve(1, layout.cols, ())
-    seconds = []
+    pitch = sum(plane.row_pitch for plane in layout.planes)
+    part_rows = min(layout.rows, max(1, HEAD_BYTES // pitch))
+    part = Weight(replace(layout, rows=part_rows), head.address, head.owner)
+    x = tensor_of(np.ones((rows, layout.cols), np.float32))
+    logits = tensor_of(np.empty((rows, part_rows), np.float32))
+    host.reserve(rows, layout.cols, ())
+    seconds: list[float] = []
     for _ in range(1 + ROUNDS):
+        if seconds:
+            copy(min(math.ceil(1.5 * seconds[-1] * bus / COPY_BYTES), MOST_COPIES))
         started = time.perf_counter()
-        host.lm_head(part, x, 1, None, logits)
+        host.lm_head(part, x, rows, None, logits)
         seconds.append(time.perf_counter() - started)
-    return rows * sum(plane.row_pitch for plane in layout.planes) / min(seconds[1:])
+        wait()
+    return part_rows * pitch / min(seconds[1:])

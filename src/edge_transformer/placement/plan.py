@@ -30,8 +30,8 @@ slots take in meanwhile keeps the bus busy.
 """
 
 HOST_HEAD_MARGIN = 1.05
-"""An output projection on the CPU has to make tokens so many times faster: its logits agree with the GPU's to rounding
-only, and rates are measured anew at each start.
+"""An output projection on the CPU, whole or in part, has to make tokens so many times faster: its logits agree with the
+GPU's to rounding only, and rates are measured anew at each start.
 """
 
 
@@ -40,6 +40,7 @@ class HeadPlace(StrEnum):
 
     GPU = "gpu"  # resident
     STREAMED = "streamed"  # on the GPU, its rows in blocks through the slots of streamed layers
+    SPLIT = "split"  # its first rows so, the others on the CPU at the same time
     CPU = "cpu"  # where its bytes lie, while the next pass's first weights are on their way
 
 
@@ -89,7 +90,7 @@ class Wishes:
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Bytes per second: of copies from page-locked memory to the GPU, and at which the CPU reads the output
-    projection's weights while it makes logits.
+    projection's weights while it makes logits for all sequences of a pass beside such copies.
     """
 
     bus: float
@@ -118,8 +119,9 @@ class RingCost:
 class Plan:
     """The answer. `resident[layer]`; `unit_layers`: a slot holds a whole layer, else one segment; slot_bytes of each of
     `slots` slots (0 slots when all is resident). streamed_bytes: weights that each pass moves over the bus, those of
-    a streamed output projection among them. head_block_rows: its rows in a slot, 0 where it is not streamed. rates:
-    what was measured to choose its place, where that was done. ring: known once the weights are opened.
+    an output projection among them. head_streamed_rows: its first rows that are streamed, all, some or none;
+    head_block_rows: of these, rows in a slot. rates: what was measured to choose its place, where that was done. ring:
+    known once the weights are opened.
     """
 
     resident: tuple[bool, ...]
@@ -130,6 +132,7 @@ class Plan:
     kv: KvPlace
     ledger: tuple[tuple[str, int], ...]
     streamed_bytes: int
+    head_streamed_rows: int = 0
     head_block_rows: int = 0
     rates: Rates | None = None
     ring: RingCost | None = None
@@ -158,8 +161,10 @@ def make_plan(demand: Demand, wishes: Wishes, rates: Rates = UNMEASURED) -> Plan
     if wishes.kv_offload is not None:
         kv_places = (KvPlace.HOST,) if wishes.kv_offload else (KvPlace.GPU,)
     heads = tuple(HeadPlace) if wishes.head is None else (wishes.head,)
+    if wishes.head is None and rates is UNMEASURED:  # nothing says where to split
+        heads = tuple(place for place in heads if place is not HeadPlace.SPLIT)
     plans = [
-        _plan(demand, resident, slots, unit_layers, head, kv)
+        _plan(demand, resident, slots, unit_layers, head, kv, rates)
         for kv in kv_places
         for head in heads
         for resident, slots, unit_layers in _weight_choices(demand, wishes)
@@ -211,14 +216,26 @@ def _weight_choices(demand: Demand, wishes: Wishes) -> list[tuple[int, int, bool
     return choices
 
 
-def _plan(demand: Demand, resident_count: int, slots: int, unit_layers: bool, head: HeadPlace, kv: KvPlace) -> Plan:
+def _plan(
+    demand: Demand,
+    resident_count: int,
+    slots: int,
+    unit_layers: bool,
+    head: HeadPlace,
+    kv: KvPlace,
+    rates: Rates = UNMEASURED,
+) -> Plan:
     resident = spread(len(demand.segment_bytes), resident_count)
     streamed = [segments for segments, stays in zip(demand.segment_bytes, resident, strict=True) if not stays]
     units = [sum(segments) for segments in streamed] if unit_layers else [size for layer in streamed for size in layer]
-    block_rows = 0
-    if head is HeadPlace.STREAMED:
+    streamed_rows = block_rows = 0
+    if head in (HeadPlace.STREAMED, HeadPlace.SPLIT):
         room = max(units, default=min(HEAD_BLOCK_BYTES, head_block_bytes(demand.head_rows, demand.head_pitches)))
-        block_rows = _head_block_rows(demand, room)
+        streamed_rows = demand.head_rows
+        if head is HeadPlace.SPLIT:
+            ahead = min(slots * room, sum(map(sum, streamed)))
+            streamed_rows = _head_rows_of_the_bus(demand, ahead, rates)
+        block_rows = _head_block_rows(streamed_rows, demand.head_pitches, room)
         units.append(head_block_bytes(block_rows, demand.head_pitches))
     slots = slots if units else 0
     slot_bytes = round_up(max(units, default=0), ALIGNMENT)
@@ -233,8 +250,8 @@ def _plan(demand: Demand, resident_count: int, slots: int, unit_layers: bool, he
         ("workspace", demand.workspace_bytes),
     )
     aligned = tuple((label, round_up(nbytes, ALIGNMENT)) for label, nbytes in ledger)
-    streamed_bytes = sum(map(sum, streamed)) + (demand.head_bytes if head is HeadPlace.STREAMED else 0)
-    return Plan(resident, slots, unit_layers, slot_bytes, head, kv, aligned, streamed_bytes, block_rows)
+    streamed_bytes = sum(map(sum, streamed)) + _head_bytes(demand, streamed_rows)
+    return Plan(resident, slots, unit_layers, slot_bytes, head, kv, aligned, streamed_bytes, streamed_rows, block_rows)
 
 
 def head_block_bytes(rows: int, pitches: Sequence[int]) -> int:
@@ -242,11 +259,27 @@ def head_block_bytes(rows: int, pitches: Sequence[int]) -> int:
     return sum(round_up(rows * pitch, ALIGNMENT) for pitch in pitches)
 
 
-def _head_block_rows(demand: Demand, room: int) -> int:
-    """Rows of the output projection in a slot of `room` bytes, HEAD_ROW_STEP at least: as few blocks as can be, of
-    about one size.
+def _head_bytes(demand: Demand, rows: int) -> int:
+    """Bytes of the first `rows` rows of the output projection; of all of them, the padding too."""
+    return demand.head_bytes if rows == demand.head_rows else rows * sum(demand.head_pitches)
+
+
+def _head_rows_of_the_bus(demand: Demand, ahead_bytes: int, rates: Rates) -> int:
+    """Rows of a split output projection that are streamed, HEAD_ROW_STEP at least, and where there are more, one at
+    least left to the CPU. It reads these in the time in which the bus brings the others, and then the next token's
+    first weights, `ahead_bytes`, to the slots: f H / bus + ahead / bus = (1 - f) H / CPU.
     """
-    rows, pitches = demand.head_rows, demand.head_pitches
+    head = demand.head_rows * sum(demand.head_pitches)
+    share = (head / rates.host_head - ahead_bytes / rates.bus) / (head / rates.host_head + head / rates.bus)
+    steps = math.ceil(share * demand.head_rows / HEAD_ROW_STEP)
+    most = max((demand.head_rows - 1) // HEAD_ROW_STEP, 1)
+    return min(max(1, min(steps, most)) * HEAD_ROW_STEP, demand.head_rows)
+
+
+def _head_block_rows(rows: int, pitches: Sequence[int], room: int) -> int:
+    """Of `rows` rows of the output projection those in a slot of `room` bytes, HEAD_ROW_STEP at least: as few blocks as
+    can be, of about one size.
+    """
     if head_block_bytes(rows, pitches) <= room:
         return rows
     most = (room - ALIGNMENT * len(pitches)) // sum(pitches) // HEAD_ROW_STEP * HEAD_ROW_STEP
@@ -262,19 +295,20 @@ def _streamed_parts(layers: int, head: HeadPlace) -> str:
 def _token_seconds(demand: Demand, plan: Plan, rates: Rates) -> tuple[float, float]:
     """What a decoded token takes: (on the buses, of the border between tokens, to a tenth of a millisecond).
 
-    On the bus are streamed weights, and half of the context's KV cache on average when it is offloaded. An output
-    projection on the CPU holds up the next token for the time in which its bytes are read there, less the time in which
-    the slots are filled with the next token's first weights meanwhile: until it ends no slot becomes free. What the
-    slots take beyond that hides the border.
+    On the bus are streamed weights, and half of the context's KV cache on average when it is offloaded. What the CPU
+    does of an output projection holds up the next token for the time in which its bytes are read there, less the time
+    in which the rows of a split one are brought, and the slots filled with the next token's first weights meanwhile:
+    until it ends no slot becomes free. What the slots take beyond that hides the border.
     """
     kv = demand.kv_context_bytes // 2 if plan.kv is KvPlace.HOST else 0
     moved = (plan.streamed_bytes + kv) / rates.bus
     ahead = min(plan.slots * plan.slot_bytes, plan.streamed_bytes) / rates.bus
-    if plan.head is not HeadPlace.CPU:
+    if plan.head not in (HeadPlace.CPU, HeadPlace.SPLIT):
         return moved, round(max(0.0, BORDER_SECONDS - ahead), 4)
-    head = demand.head_bytes / rates.host_head
-    left = max(0.0, ahead - head)
-    return (moved + max(0.0, head - ahead)) * HOST_HEAD_MARGIN, round(max(0.0, BORDER_SECONDS - left), 4)
+    streamed = _head_bytes(demand, plan.head_streamed_rows)
+    held_up = (demand.head_bytes - streamed) / rates.host_head - streamed / rates.bus
+    left = max(0.0, ahead - max(0.0, held_up))
+    return (moved + max(0.0, held_up - ahead)) * HOST_HEAD_MARGIN, round(max(0.0, BORDER_SECONDS - left), 4)
 
 
 def _mib(nbytes: int, up: bool = True) -> str:

@@ -26,6 +26,7 @@ PLACEMENTS = {
     "KV cache on the host": Wishes(0, -1, kv_offload=True, head=HeadPlace.GPU),
     "lm_head streamed": Wishes(0, -1, kv_offload=False, head=HeadPlace.STREAMED),
     "all on the host": Wishes(0, 0, slots=2, kv_offload=True, head=HeadPlace.STREAMED),
+    "lm_head split": Wishes(0, 0, slots=2, kv_offload=False, head=HeadPlace.SPLIT),
     "lm_head on the CPU": Wishes(0, -1, kv_offload=False, head=HeadPlace.CPU),
 }
 """Without a budget, which is the GPU's free memory."""
@@ -93,7 +94,7 @@ class GpuLinks:
             self._first = (label, records)
             return _against("the CPU", same_to_rounding(self._on_cpu(progress), records))
         first, expected = self._first
-        if PLACEMENTS[label].head is HeadPlace.CPU:  # sums in another order
+        if PLACEMENTS[label].head in (HeadPlace.SPLIT, HeadPlace.CPU):  # the CPU sums in another order
             return _against(first, same_to_rounding(expected, records))
         return _against(first, same_bits(expected, records))
 
