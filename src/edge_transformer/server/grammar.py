@@ -13,6 +13,7 @@ import numpy as np
 from edge_transformer.engine.answer import FloatArray
 from edge_transformer.errors import UsageError
 from edge_transformer.server.errors import invalid
+from edge_transformer.server.grammar_bounds import GrammarBounds
 
 if TYPE_CHECKING:
     from edge_transformer.engine.llm import LLM
@@ -30,9 +31,11 @@ class Grammars:
         self._llm = llm
         self._lock = threading.Lock()
         self._tokens: llguidance.LLTokenizer | None = None
+        self._bounds = GrammarBounds()
 
     def matcher(self, grammar: str, param: str) -> Matcher:
-        """Raises ApiError, naming `param`, for a grammar that cannot be compiled."""
+        """Raises ApiError, naming `param`, for a grammar that cannot be compiled, or not in reasonable time."""
+        self._bounds.check(grammar, param)
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
