@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "bindings.hpp"
 #include "word_merging.hpp"
@@ -60,8 +61,14 @@ struct PyStringIndex {
 
 template <typename Vocabulary>
 std::vector<int32_t> encode_words(const Vocabulary& vocabulary, nb::list words) {
+  std::vector<std::string_view> texts;
+  texts.reserve(words.size());
+  for (const nb::handle word : words) texts.push_back(PyStringIndex::utf8(word));
+  // Texts may be megabytes, and other threads make tokens meanwhile. The strings stay: the list, which nobody else
+  // changes, holds them.
+  const nb::gil_scoped_release release;
   std::vector<int32_t> ids;
-  for (const nb::handle word : words) encode_word(vocabulary, PyStringIndex::utf8(word), ids);
+  for (const std::string_view text : texts) encode_word(vocabulary, text, ids);
   return ids;
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from edge_transformer.text.tokenizer import Tokenizer
 from server.tiny_server import Served, serving, write_chat_model
 
 
@@ -26,3 +28,17 @@ def shared(model_path: Path) -> Iterator[Served]:
 def served(shared: Served) -> Served:
     assert shared.service.ready
     return shared
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the texts that were cut into tokens."""
+    lengths: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **settings: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, **settings)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    return lengths

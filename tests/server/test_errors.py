@@ -127,16 +127,8 @@ def test_a_prompt_that_is_too_long_is_refused_at_once(served: Served) -> None:
     ],
 )
 def test_what_no_context_holds_is_refused_before_it_is_cut_into_tokens(
-    served: Served, path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+    served: Served, path: str, body: dict[str, Any], param: str, cut: list[int]
 ) -> None:
-    cut: list[int] = []
-    encode = Tokenizer.encode
-
-    def counted(self: Tokenizer, text: str, **settings: Any) -> list[int]:
-        cut.append(len(text))
-        return encode(self, text, **settings)
-
-    monkeypatch.setattr(Tokenizer, "encode", counted)
     error = refused(served, path, {"model": "tiny", **body})
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     assert "2048" in error["message"]

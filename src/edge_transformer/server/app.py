@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+import msgspec
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -86,7 +87,9 @@ class App:
         asked: TokenizeRequest = read_request(await self._body(request), TokenizeRequest)
         llm = self.service.running.llm
         ids = await to_thread.run_sync(tokens_of, llm, asked)
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": llm.context_length})
+        answer = {"tokens": ids, "count": len(ids), "max_model_len": llm.context_length}
+        # Millions of tokens are written in a moment: the loop that hands out other answers waits for it.
+        return Response(msgspec.json.encode(answer), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         return Response(metrics(self.service), media_type=CONTENT_TYPE)

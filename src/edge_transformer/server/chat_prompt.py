@@ -16,7 +16,7 @@ from edge_transformer.server.errors import invalid
 from edge_transformer.server.grammar import AfterMark, Grammars, json_grammar
 from edge_transformer.server.messages import template_messages
 from edge_transformer.server.parameters import too_long
-from edge_transformer.server.prompt_text import encode_prompt
+from edge_transformer.server.prompt_text import encode_prompt, refuse_endless
 from edge_transformer.server.schema import ChatRequest, NamedTool, TokenizeRequest
 from edge_transformer.server.tool_syntax import ANY_OBJECT, ToolSyntax, describe_tools, tool_syntax
 from edge_transformer.text.chat_template import ChatTemplate, missing_chat_template
@@ -55,15 +55,17 @@ def chat_prompt(llm: LLM, grammars: Grammars, request: ChatRequest) -> ChatPromp
 
 
 def tokens_of(llm: LLM, request: TokenizeRequest) -> list[int]:
-    """The tokens of a text or of a chat. Raises ApiError, TextError."""
+    """The tokens of a text or of a chat, also of one that the context does not hold. Raises ApiError, TextError."""
     if (request.prompt is None) == (request.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if request.prompt is not None:
-        return encode_prompt(
-            llm, request.prompt, "prompt", add_bos=None if request.add_special_tokens is not False else False
-        )
-    text = _template(llm).render(template_messages(request.messages or []))
-    return encode_prompt(llm, text, "messages", add_bos=False)
+        text, param = request.prompt, "prompt"
+        add_bos = False if request.add_special_tokens is False else None
+    else:
+        text, param = _template(llm).render(template_messages(request.messages or [])), "messages"
+        add_bos = False
+    refuse_endless(llm, text, param)
+    return llm.tokenizer.encode(text, add_bos=add_bos)
 
 
 def _template(llm: LLM) -> ChatTemplate:

@@ -6,6 +6,9 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
+LONG_TEXT = 2048
+"""Characters from which on the package's way for several texts is taken, which lets other threads run meanwhile."""
+
 
 class BpeEncoder:
     """Wraps a `tokenizers.Tokenizer` whose settings no longer change, so that several threads may use it."""
@@ -17,7 +20,11 @@ class BpeEncoder:
 
     def encode(self, text: str, *, parse_special: bool) -> list[int]:
         backend = self._backend if parse_special else self._plain
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG_TEXT:
+            encoding = backend.encode(text, add_special_tokens=False)
+        else:
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     @cached_property

@@ -30,6 +30,18 @@ def _byte_level_table() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_level_table()
+_CHARACTER_OF_BYTE = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
+_OTHER_ASCII = {chr(byte): _CHARACTER_OF_BYTE[byte] for byte in range(128) if chr(byte) != _CHARACTER_OF_BYTE[byte]}
+
+
+def spelled_byte_level(text: str) -> str:
+    """The bytes of `text` in UTF-8, each as its character."""
+    if not text.isascii():
+        return text.encode().decode("latin-1").translate(_CHARACTER_OF_BYTE)
+    for character, spelled in _OTHER_ASCII.items():
+        if character in text:
+            text = text.replace(character, spelled)
+    return text
 
 
 def token_to_bytes(token: str, spelling: Spelling) -> bytes:
