@@ -6,6 +6,7 @@ A link fails when what it watches is broken and nothing else: the faults here ar
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,8 @@ from edge_transformer.cli.main import ete
 from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.cuda import driver, streamed_head, weights
 from edge_transformer.cuda.backend import CudaBackend
+from edge_transformer.engine.quantize import quantize_model
+from edge_transformer.engine.quantize_plan import Quantization
 from edge_transformer.engine.sequence import Sequence
 from edge_transformer.errors import GpuError
 from edge_transformer.hub.progress import silent
@@ -481,6 +484,37 @@ def test_interrupted_it_ends_at_once_and_says_nothing_more(folder: Path) -> None
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
+
+
+def test_a_quantized_file_is_what_was_written(folder: Path, tmp_path: Path) -> None:
+    name = "checksums of the quantized file"
+    out = tmp_path / "out"
+    quantize_model(model_path(folder, "llama"), out, Quantization("int8"), threads=1)
+
+    def outcome() -> Outcome:
+        return outcomes(out, lambda link: link == name)[name]
+
+    assert outcome().status is Status.PASSED, outcome().text
+    with LLM(out, threads=1) as llm:
+        victim = next(tensor for tensor in llm.parts.checkpoint.tensors.values() if tensor.layout is not None)
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(victim.offset + victim.nbytes // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    missed = outcome()
+    assert missed.status is Status.MISSED
+    assert missed.figure == 1
+    assert repr(victim.name) in missed.text
+    report = json.loads((out / "quantization.json").read_text())
+    for tensor in report["tensors"]:
+        del tensor["sha256"]
+    (out / "quantization.json").write_text(json.dumps(report))
+    assert outcome().status is Status.NOT_RUN
+    (out / "quantization.json").unlink()
+    missing = outcome()
+    assert (missing.status, "quantization.json" in missing.text) == (Status.MISSED, True)
+    assert not outcomes(model_path(folder, "llama"), lambda link: link == name)
 
 
 @pytest.mark.golden

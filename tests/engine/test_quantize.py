@@ -5,6 +5,7 @@ that was interrupted goes on.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import struct
@@ -177,6 +178,12 @@ def test_columns_that_no_group_divides_take_smaller_groups_or_stay(tmp_path: Pat
     assert all((tensor.error is None) == (tensor.format in ("F32", "BF16")) for tensor in report.tensors)
     saved = json.loads((tmp_path / "out" / "quantization.json").read_text())
     assert saved == json.loads(json.dumps(report.as_json()))
+    data = (tmp_path / "out" / "model.safetensors").read_bytes()
+    data_start = 8 + struct.unpack("<Q", data[:8])[0]
+    places = {name: entry.get("data_offsets") for name, entry in json.loads(data[8:data_start]).items()}
+    for entry in saved["tensors"]:
+        first = data_start + (places.get(entry["name"]) or places[f"{entry['name']}.codes"])[0]
+        assert entry["sha256"] == hashlib.sha256(data[first : first + entry["bytes"]]).hexdigest()
     (worst,) = [entry for entry in saved["tensors"] if entry["name"] == "model.layers.2.mlp.gate_proj.weight"]
     assert 0.05 < worst["relative_rms_error"] < 0.12
     assert worst["largest_error"] > 0

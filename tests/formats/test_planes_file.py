@@ -148,6 +148,37 @@ def test_what_a_file_can_have_wrong(tmp_path: Path, change: str, match: str, ten
     assert caught.value.tensor == tensor
 
 
+@pytest.mark.parametrize("change", ["format of as many bytes", "exchanged tensors", "another digest", "an origin"])
+def test_a_header_that_was_changed(tmp_path: Path, change: str) -> None:
+    """Where all else fits, its digest tells: 12 bytes of scales and 6 are padded to the same 16."""
+    data = content([*ITEMS, ("w2", ITEMS[1][1])], origin="here")
+    header = header_of(data)
+    metadata = header["__metadata__"]
+    open_checkpoint(write(tmp_path, with_header(data, dict(reversed(header.items()))))).close()
+    if change == "format of as many bytes":
+        assert metadata["weight:w"] == "I4_G64 3 192"
+        metadata["weight:w"] = "Q4_0 3 192"
+    elif change == "exchanged tensors":
+        for plane in ("codes", "scales"):
+            header[f"w.{plane}"], header[f"w2.{plane}"] = header[f"w2.{plane}"], header[f"w.{plane}"]
+    elif change == "another digest":
+        metadata["edge_transformer.header_sha256"] = "0" * 64
+    else:
+        metadata["origin"] = "else"
+    with pytest.raises(FormatError, match=r"header was changed after it was written.*quantize the model again"):
+        open_checkpoint(write(tmp_path, with_header(data, header)))
+
+
+def test_a_file_without_a_digest_of_its_header(tmp_path: Path) -> None:
+    """As layout 1 was written at first."""
+    data = content()
+    header = header_of(data)
+    del header["__metadata__"]["edge_transformer.header_sha256"]
+    checkpoint = open_checkpoint(write(tmp_path, with_header(data, header)))
+    assert checkpoint.tensors.keys() == dict(ITEMS).keys()
+    checkpoint.close()
+
+
 def test_data_that_does_not_begin_at_a_multiple_of_256(tmp_path: Path) -> None:
     data = content()
     (length,) = struct.unpack("<Q", data[:8])

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from edge_transformer import _native
 from edge_transformer.cpu.settings import cpu_settings
+from edge_transformer.engine.quantize_checksums import CHECKSUM, REPORT_FILE, Place, checksums
 from edge_transformer.engine.quantize_journal import Journal
 from edge_transformer.engine.quantize_plan import Item, Quantization, QuantizationPlan, plan_quantization
 from edge_transformer.engine.weights import row_order
@@ -44,7 +45,6 @@ from edge_transformer.hub.storage import require_free_space
 from edge_transformer.memory import HostMemory, bytes_at
 from edge_transformer.models.read import read_model
 
-REPORT_FILE = "quantization.json"
 PARTIAL_SUFFIX = ".partial"
 
 _COPIED_FILES = (
@@ -67,13 +67,14 @@ _SYNC_BYTES = 256 << 20  # written between two calls that wait for the disk
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """One tensor of the new file. error: of a quantized one."""
+    """One tensor of the new file. checksum: sha256 of its bytes there. error: of a quantized one."""
 
     name: str
     role: str
     format: str
     shape: tuple[int, ...]
     nbytes: int
+    checksum: str
     error: QuantizationError | None
 
     def as_json(self) -> dict[str, object]:
@@ -83,6 +84,7 @@ class TensorReport:
             "format": self.format,
             "shape": list(self.shape),
             "bytes": self.nbytes,
+            CHECKSUM: self.checksum,
         }
         if self.error is not None:
             entry |= {"relative_rms_error": self.error.relative_rms, "largest_error": self.error.largest}
@@ -120,7 +122,8 @@ def quantize_model(
 ) -> QuantizationReport:
     """Quantize the model at `source` (as open_checkpoint takes it) into the new folder `out`.
 
-    threads: None for the cores this process may use. progress: called as progress(what, source bytes done, in all).
+    threads: None for the cores this process may use. progress: called as progress(what, bytes done, in all), of the
+    source and then of what was written.
     An interrupt, or an error, leaves a folder `out`.partial, from which the same call goes on.
 
     Raises UsageError when `out` exists, when `out`.partial is of another call, or for a model quantized already;
@@ -138,7 +141,11 @@ def quantize_model(
         identity = _identity(checkpoint, plan, choice)
         with Journal(partial, identity) as journal:
             errors = _write_weights(plan, partial / SINGLE_FILE, journal, settings.threads, settings.isa, progress)
-            report = _report(out, choice, plan, errors)
+            places = {
+                item.info.name: Place(plan.file.offsets[item.info.name], item.result.nbytes) for item in plan.items
+            }
+            written = checksums(partial / SINGLE_FILE, places, settings.threads, progress)
+            report = _report(out, choice, plan, errors, written)
             _write_settings(source, checkpoint, choice, partial)
             if _identity(checkpoint, plan, choice) != identity:
                 raise FileChangedError(checkpoint.path, "its files were replaced while it was quantized; start again")
@@ -291,7 +298,11 @@ def _write_at(descriptor: int, offset: int, values: npt.NDArray[np.uint8]) -> No
 
 
 def _report(
-    out: Path, choice: Quantization, plan: QuantizationPlan, errors: dict[str, QuantizationError]
+    out: Path,
+    choice: Quantization,
+    plan: QuantizationPlan,
+    errors: dict[str, QuantizationError],
+    written: dict[str, str],
 ) -> QuantizationReport:
     tensors = tuple(
         TensorReport(
@@ -300,6 +311,7 @@ def _report(
             item.result.format.value,
             item.info.shape,
             item.result.nbytes,
+            written[item.info.name],
             errors[item.info.name] if item.quantized else None,
         )
         for item in plan.items

@@ -3,13 +3,16 @@
 Such a file is marked by its metadata: a layout version, and for each matrix an entry weight:NAME = "FORMAT ROWS COLS".
 The planes of matrix NAME are the tensors NAME.codes, NAME.scales and so on, U8 [rows, row pitch], placed as
 packed_layout says from an offset on that is a multiple of 256. So a matrix is used, and copied to a GPU, where it lies.
-Rows are in the order in which they are used. Other tensors are as in any safetensors file.
+Rows are in the order in which they are used. Other tensors are as in any safetensors file. A digest of the header is in
+its metadata: an entry that names another format of as many bytes would be noticed by nothing else.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,9 @@ from edge_transformer.formats.weight import FORMATS, PLANE_ALIGNMENT, WeightForm
 LAYOUT_VERSION = 1
 LAYOUT_KEY = "edge_transformer.layout"
 NAMES_KEY = "edge_transformer.names"
+DIGEST_KEY = "edge_transformer.header_sha256"
+"""Of header_digest. Files of the first days have none."""
+
 WEIGHT_PREFIX = "weight:"
 PADDING_PREFIX = "padding."
 METADATA_FILE = "metadata.gguf"
@@ -61,6 +67,26 @@ def plane_name(matrix: str, plane: str) -> str:
 def weight_entry(layout: WeightLayout) -> str:
     """What the metadata says of a matrix."""
     return f"{layout.format} {layout.rows} {layout.cols}"
+
+
+def header_digest(metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> str:
+    """sha256 of what a header says, in hexadecimal. tensors: by name dtype, shape, and where it begins in the data."""
+    strings = {key: value for key, value in metadata.items() if key != DIGEST_KEY}
+    entries = {name: [dtype, list(shape), begin] for name, (dtype, shape, begin) in tensors.items()}
+    text = json.dumps([strings, entries], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_header(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, RawTensor], data_start: int) -> None:
+    """Raises FormatError where the header is not that which the digest in it was made of."""
+    digest = metadata.get(DIGEST_KEY)
+    entries = {name: (tensor.dtype, tensor.shape, tensor.offset - data_start) for name, tensor in tensors.items()}
+    if digest is not None and digest != header_digest(metadata, entries):
+        raise FormatError(
+            path,
+            "its header was changed after it was written: what it says of formats and places may be wrong. Copy the "
+            "file again from where it came, or quantize the model again (ete quantize)",
+        )
 
 
 def planar_matrices(

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from edge_transformer.formats.planes_file import (
+    DIGEST_KEY,
     LAYOUT_KEY,
     LAYOUT_VERSION,
     PADDING_PREFIX,
     WEIGHT_PREFIX,
+    header_digest,
     plane_name,
     weight_entry,
 )
@@ -48,6 +50,7 @@ def plan_file(items: Sequence[tuple[str, WeightLayout | PlainTensor]], metadata:
     Raises ValueError when two would have the same name.
     """
     strings = {LAYOUT_KEY: str(LAYOUT_VERSION), **metadata}
+    tensors: dict[str, tuple[str, Sequence[int], int]] = {}
     entries: dict[str, object] = {"__metadata__": strings}
     starts: dict[str, int] = {}
     position = paddings = 0
@@ -56,6 +59,7 @@ def plan_file(items: Sequence[tuple[str, WeightLayout | PlainTensor]], metadata:
         nonlocal position
         if name in entries:
             raise ValueError(f"two tensors are called {name!r}")
+        tensors[name] = dtype, shape, position
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
         position += nbytes
 
@@ -77,6 +81,7 @@ def plan_file(items: Sequence[tuple[str, WeightLayout | PlainTensor]], metadata:
         for spec, plane in zip(FORMATS[item.format].planes, item.planes, strict=True):
             add(plane_name(name, spec.name), "U8", [item.rows, plane.row_pitch], item.rows * plane.row_pitch)
             pad()
+    strings[DIGEST_KEY] = header_digest(strings, tensors)
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     data_start = round_up(8 + len(text), DATA_ALIGNMENT)
     header = (data_start - 8).to_bytes(8, "little") + text.ljust(data_start - 8)

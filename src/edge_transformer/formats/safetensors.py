@@ -25,6 +25,7 @@ from edge_transformer.formats.planes_file import (
     NAMES_KEY,
     QUANTIZATION_METHOD,
     RawTensor,
+    check_header,
     is_planes_file,
     planar_matrices,
 )
@@ -164,6 +165,8 @@ def _parse_header(file: MappedModelFile) -> Header:
         if name in found:
             raise FormatError(path, "is there as a tensor and as planes", tensor=name)
         found[name] = TensorInfo(name, raw.shape, _READ_DTYPES[raw.dtype], file, raw.offset, raw.nbytes)
+    if is_planes_file(metadata):
+        check_header(path, metadata, tensors, data_start)
     return Header(found, metadata)
 
 

@@ -14,6 +14,7 @@ from edge_transformer.engine.llm import LLM
 from edge_transformer.errors import CapacityError, EdgeTransformerError, GpuError, UsageError
 from edge_transformer.hub.progress import Progress
 from edge_transformer.memory import available_memory
+from edge_transformer.verify.checksums import checksum_links
 from edge_transformer.verify.conversation import conversation_links, without_kept
 from edge_transformer.verify.cpu import CpuLinks
 from edge_transformer.verify.emulated import emulated_links
@@ -49,7 +50,8 @@ def find_links(llm: LLM, threads: int | None, quick: bool, device: int = 0) -> l
     subject = Subject(llm.parts, cpu_settings(threads=threads).threads)
     given = material(llm.tokenizer, subject.spec, subject.parameters, quick)
     cpu = CpuLinks(subject, given)
-    links = [transformers_link(subject, given), *cpu.links()]
+    links = list(checksum_links(subject.parts.checkpoint, subject.threads))
+    links += [transformers_link(subject, given), *cpu.links()]
     links += conversation_links("CPU", lambda _: nullcontext(llm), lambda prompt, _: without_kept(llm, prompt))
     links += emulated_links(subject, given, quick)
     return links + list(_gpu_links(llm, subject, given, cpu, device))
