@@ -117,7 +117,7 @@ struct Block {
   void (*body)(void**);
   void** arguments;
   void* scheduler;
-  int current;
+  int current, step;  // the thread that runs, and its place in the order
   char error[512];
 };
 

@@ -70,23 +70,23 @@ inline float half_value(uint16_t bits) {
   return bits & 0x8000 ? -value : value;
 }
 
-inline int exponent_of(double value) {
-  return static_cast<int>(__builtin_bit_cast(uint64_t, value) >> 52 & 2047) - 1023;
+inline int64_t exponent_of(double value) {
+  return static_cast<int64_t>(__builtin_bit_cast(uint64_t, value) >> 52 & 2047) - 1023;
 }
-inline double power_of_two(int exponent) {
+inline double power_of_two(int64_t exponent) {
   return __builtin_bit_cast(double, static_cast<uint64_t>(exponent + 1023) << 52);
 }
 
 // c + sum of 16 products as the unit adds: terms aligned to the largest exponent with two bits below f32's 24, cut off
 // there, summed, cut to f32. (Products of two bf16 or f16, and an f32, are exact and normal as doubles.)
 inline float truncated_sum(float c, const double* products) {
-  double plain = c;
-  int largest = exponent_of(c);
-  for (int i = 0; i < 16; ++i) {
-    plain += products[i];
-    largest = max(largest, exponent_of(products[i]));
+  int64_t largest = exponent_of(c);
+  for (int i = 0; i < 16; ++i) largest = max(largest, exponent_of(products[i]));
+  if (largest == -1023 || largest == 1024) {  // all zero, or no number
+    double plain = c;
+    for (int i = 0; i < 16; ++i) plain += products[i];
+    return static_cast<float>(plain);
   }
-  if (largest == -1023 || !std::isfinite(plain)) return static_cast<float>(plain);  // all zero, or no number
   const double scale = power_of_two(25 - largest);
   int64_t sum = static_cast<int64_t>(c * scale);  // toward zero
   for (int i = 0; i < 16; ++i) sum += static_cast<int64_t>(products[i] * scale);
@@ -99,14 +99,14 @@ inline float truncated_sum(float c, const double* products) {
 
 template <float (*decode)(uint16_t)>
 void mma_action(const void* const* all_in, void* const* all_out) {
-  float a[16][16], b[16][8];
+  double a[16][16], b[8][16];  // the operands' rows and columns
   for (int lane = 0; lane < 32; ++lane) {
     const auto& in = *static_cast<const MmaIn*>(all_in[lane]);
     const int g = lane / 4, t = lane % 4;
     for (int half = 0; half < 2; ++half) {
       for (int i = 0; i < 4; ++i)
         a[g + 8 * (i % 2)][2 * t + 8 * (i / 2) + half] = decode(static_cast<uint16_t>(in.a[i] >> (16 * half)));
-      for (int i = 0; i < 2; ++i) b[2 * t + 8 * i + half][g] = decode(static_cast<uint16_t>(in.b[i] >> (16 * half)));
+      for (int i = 0; i < 2; ++i) b[g][2 * t + 8 * i + half] = decode(static_cast<uint16_t>(in.b[i] >> (16 * half)));
     }
   }
   for (int lane = 0; lane < 32; ++lane) {
@@ -115,7 +115,7 @@ void mma_action(const void* const* all_in, void* const* all_out) {
     for (int i = 0; i < 4; ++i) {
       const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
       double products[16];
-      for (int k = 0; k < 16; ++k) products[k] = static_cast<double>(a[row][k]) * b[k][column];
+      for (int k = 0; k < 16; ++k) products[k] = a[row][k] * b[column][k];
       d[i] = truncated_sum(in.d[i], products);
     }
   }

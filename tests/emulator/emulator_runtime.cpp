@@ -43,16 +43,42 @@ namespace {
 
 constexpr unsigned char kPoison = 0xff;
 constexpr unsigned char kFenceByte = 0xa5;
+constexpr size_t kStackOffset = 5 * 64, kStackOffsets = 64;
 
 #if defined(__x86_64__)
 void to_fiber(int i) { ete_switch(&block.scheduler, block.fibers[i].stack_pointer); }
-void to_scheduler() { ete_switch(&block.fibers[block.current].stack_pointer, block.scheduler); }
+void to_scheduler(int from) { ete_switch(&block.fibers[from].stack_pointer, block.scheduler); }
+void from_to(int from, int to) { ete_switch(&block.fibers[from].stack_pointer, block.fibers[to].stack_pointer); }
 #else
 ucontext_t scheduler_context;
 ucontext_t fiber_contexts[kMaxThreads];
 void to_fiber(int i) { swapcontext(&scheduler_context, &fiber_contexts[i]); }
-void to_scheduler() { swapcontext(&fiber_contexts[block.current], &scheduler_context); }
+void to_scheduler(int from) { swapcontext(&fiber_contexts[from], &scheduler_context); }
+void from_to(int from, int to) { swapcontext(&fiber_contexts[from], &fiber_contexts[to]); }
 #endif
+
+// The next thread that can run in the block's order, made the current one; -1: none can.
+int next_fiber() {
+  for (int tried = 0; tried < block.threads; ++tried) {
+    block.step = block.step + 1 == block.threads ? 0 : block.step + 1;
+    const int i = block.descending ? block.threads - 1 - block.step : block.step;
+    if (block.fibers[i].wait != Wait::none) continue;
+    __builtin_prefetch(block.fibers[block.descending ? max(i - 1, 0) : min(i + 1, kMaxThreads - 1)].stack_pointer);
+    block.current = i;
+    threadIdx = {static_cast<unsigned>(i), 0, 0};
+    return i;
+  }
+  return -1;
+}
+
+// Leave the current thread, which waits or has ended, for the next one.
+void leave() {
+  const int from = block.current, to = next_fiber();
+  if (to < 0)
+    to_scheduler(from);
+  else
+    from_to(from, to);
+}
 
 void land(const AsyncCopy& copy) {
   std::memset(copy.to, 0, 16);
@@ -63,7 +89,7 @@ void fiber_main() {
   block.body(block.arguments);
   block.fibers[block.current].wait = Wait::done;
   ++block.left;
-  to_scheduler();
+  leave();
   __builtin_unreachable();
 }
 
@@ -75,7 +101,8 @@ void start_fiber(int i) {
   fiber.copy_count = 0;
   fiber.group = 0;
 #if defined(__x86_64__)
-  auto** top = reinterpret_cast<void**>(stack + kStack - 64);  // a multiple of 16: the slot of the return address
+  // The slot of the return address, a multiple of 16. Stacks begin in different sets of the CPU's caches.
+  auto** top = reinterpret_cast<void**>(stack + kStack - 64 - static_cast<size_t>(i) % kStackOffsets * kStackOffset);
   *top = reinterpret_cast<void*>(&fiber_main);
   fiber.stack_pointer = top - 6;
 #else
@@ -148,19 +175,10 @@ void run_block() {
   block.at_barrier = block.left = 0;
   block.dynamic = block.dynamic_bytes ? take_shared(block.dynamic_bytes) : nullptr;
   for (int i = 0; i < block.threads; ++i) start_fiber(i);
-  while (block.left < block.threads) {
-    bool moved = false;
-    for (int step = 0; step < block.threads; ++step) {
-      const int i = block.descending ? block.threads - 1 - step : step;
-      if (block.fibers[i].wait != Wait::none) continue;
-      moved = true;
-      block.current = i;
-      threadIdx = {static_cast<unsigned>(i), 0, 0};
-      to_fiber(i);
-      if (block.error[0]) return;
-    }
-    if (!moved) return explain_standstill();
-  }
+  block.step = -1;
+  to_fiber(next_fiber());
+  if (block.error[0]) return;
+  if (block.left < block.threads) return explain_standstill();
   check_fences();
 }
 
@@ -173,7 +191,7 @@ void fail(const char* format, ...) {
   std::vsnprintf(reason, sizeof reason, format, arguments);
   va_end(arguments);
   describe(block.error, sizeof block.error, reason);
-  to_scheduler();
+  to_scheduler(block.current);
   __builtin_unreachable();
 }
 
@@ -186,13 +204,13 @@ void warp_collective(const char* name, const void* in, void* out, Action action)
   self.out = out;
   if (++block.arrived[warp] < 32) {
     self.wait = Wait::warp;
-    to_scheduler();
+    leave();
     return;
   }
   const void* all_in[32];
   void* all_out[32];
   for (int lane = 0; lane < 32; ++lane) {
-    if (std::strcmp(lanes[lane].collective, name) != 0)
+    if (lanes[lane].collective != name && std::strcmp(lanes[lane].collective, name) != 0)
       fail("is at %s while lane %d of its warp is at %s", name, lane, lanes[lane].collective);
     all_in[lane] = lanes[lane].in;
     all_out[lane] = lanes[lane].out;
@@ -207,7 +225,7 @@ void barrier() {
   self.collective = "__syncthreads";
   if (++block.at_barrier < block.threads) {
     self.wait = Wait::block;
-    to_scheduler();
+    leave();
     return;
   }
   block.at_barrier = 0;

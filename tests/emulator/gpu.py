@@ -88,6 +88,7 @@ class EmulatedGpu:
         self._memories: list[EmulatedMemory] = []
         self._capture: Capture | None = None
         self._used = 0
+        self._closed = False
         self.launches = 0
 
     # ---- memory
@@ -163,6 +164,8 @@ class EmulatedGpu:
 
     def synchronize(self, stream: Stream | None = None) -> None:
         queue = cast(EmulatedStream | None, stream)
+        if self._closed:
+            raise GpuError("the GPU was closed")
         if self._capture is not None and (queue is None or self._capture.holds(queue)):
             raise GpuError("synchronize: not while work is captured")
         self._queues.run(queue)
@@ -257,9 +260,12 @@ class EmulatedGpu:
             self._capture.spoiled = True
 
     def close(self) -> None:
-        """Run what is queued. Memory that was not closed stays in open_memory()."""
+        """Run what is queued. Memory that was not closed stays in open_memory(). Closing twice is harmless."""
+        if self._closed:
+            return
         self._capture = None
         self.synchronize()
+        self._closed = True
 
     # ---- inside
 
