@@ -139,10 +139,10 @@ def test_a_streamed_output_projection_costs_no_arena_where_layers_are_streamed(
     ("host_head", "place"),
     # At 50 GB/s 320 MiB of layers take 6.71 ms, the streamed projection 1.05; two slots of layers are full in 1.68.
     [
-        # On the CPU 2.62 ms, of which 0.94 are not hidden. Split at 0.94 / (2.62 + 1.05) it has 0.27 ms on the bus:
-        # 6.98, and the margin: 7.33.
+        # On the CPU 2.62 ms and the border 1, of which 1.94 are not hidden. Split at 1.94 / (2.62 + 1.05) it has 0.56
+        # ms on the bus: 7.27, and the margin: 7.63.
         (20e9, HeadPlace.SPLIT),
-        (25e9, HeadPlace.SPLIT),  # 2.10 and 0.42; 0.14: 6.85, and the margin: 7.19
+        (25e9, HeadPlace.SPLIT),  # 2.10 and 1.42; 0.47: 7.18, and the margin: 7.54
         (100e9, HeadPlace.CPU),
         (1e9, HeadPlace.STREAMED),  # 52.4 and 50.8; 0.99: 7.70, and the margin: 8.09
     ],
@@ -153,8 +153,8 @@ def test_the_output_projection_goes_where_a_token_takes_least(host_head: float, 
     assert plan.head is place
     if place is HeadPlace.SPLIT:
         assert plan.unit_layers  # larger slots hide more of it
-        # 0.2571 and 0.1333 of 51200 rows, to the next multiple of 64
-        assert plan.head_streamed_rows == {20e9: 13184, 25e9: 6848}[host_head]
+        # 0.5296 and 0.4512 of 51200 rows, to the next multiple of 64
+        assert plan.head_streamed_rows == {20e9: 27136, 25e9: 23104}[host_head]
         assert plan.streamed_bytes == 320 * MIB + plan.head_streamed_rows * 1024
 
 
@@ -176,7 +176,7 @@ def test_a_split_output_projection_has_rows_on_both_sides(
     ahead = min(plan.slots * plan.slot_bytes, (8 - resident) * 40 * MIB) / bus
     step = 2 * 64 * 1024 * (1 / bus + 1 / host_head)
     if 64 < plan.head_streamed_rows < rows - 64:  # neither waits for the other for longer than some rows take
-        assert abs(on_the_cpu - on_the_bus - ahead) < step
+        assert abs(on_the_cpu + 1e-3 - on_the_bus - ahead) < step
 
 
 def test_a_streamed_output_projection_alone_has_two_slots_of_its_own() -> None:

@@ -224,8 +224,10 @@ class Engine:
 
     def close(self) -> None:
         """Release weights, workspace and the backend's threads. A pass that runs in another thread is given up before,
-        and raises UsageError there.
+        and raises UsageError there. Closing twice is harmless.
         """
+        if self._closed:
+            return
         self._closed = True
         with self.lock, ExitStack() as last:
             last.callback(self._backend.close)

@@ -266,11 +266,12 @@ def _head_bytes(demand: Demand, rows: int) -> int:
 
 def _head_rows_of_the_bus(demand: Demand, ahead_bytes: int, rates: Rates) -> int:
     """Rows of a split output projection that are streamed, HEAD_ROW_STEP at least, and where there are more, one at
-    least left to the CPU. It reads these in the time in which the bus brings the others, and then the next token's
-    first weights, `ahead_bytes`, to the slots: f H / bus + ahead / bus = (1 - f) H / CPU.
+    least left to the CPU. From reading these to the next token's first layer the bus brings the others, and then the
+    next token's first weights, `ahead_bytes`, to the slots: f H / bus + ahead / bus = (1 - f) H / CPU + border.
     """
     head = demand.head_rows * sum(demand.head_pitches)
-    share = (head / rates.host_head - ahead_bytes / rates.bus) / (head / rates.host_head + head / rates.bus)
+    on_the_cpu, on_the_bus = head / rates.host_head, head / rates.bus
+    share = (on_the_cpu + BORDER_SECONDS - ahead_bytes / rates.bus) / (on_the_cpu + on_the_bus)
     steps = math.ceil(share * demand.head_rows / HEAD_ROW_STEP)
     most = max((demand.head_rows - 1) // HEAD_ROW_STEP, 1)
     return min(max(1, min(steps, most)) * HEAD_ROW_STEP, demand.head_rows)
@@ -293,12 +294,13 @@ def _streamed_parts(layers: int, head: HeadPlace) -> str:
 
 
 def _token_seconds(demand: Demand, plan: Plan, rates: Rates) -> tuple[float, float]:
-    """What a decoded token takes: (on the buses, of the border between tokens, to a tenth of a millisecond).
+    """What a decoded token takes: (on the buses, what they wait at the border between tokens, to a tenth of a
+    millisecond).
 
     On the bus are streamed weights, and half of the context's KV cache on average when it is offloaded. What the CPU
     does of an output projection holds up the next token for the time in which its bytes are read there, less the time
     in which the rows of a split one are brought, and the slots filled with the next token's first weights meanwhile:
-    until it ends no slot becomes free. What the slots take beyond that hides the border.
+    until it ends, and the border after it, no slot becomes free.
     """
     kv = demand.kv_context_bytes // 2 if plan.kv is KvPlace.HOST else 0
     moved = (plan.streamed_bytes + kv) / rates.bus
@@ -306,9 +308,8 @@ def _token_seconds(demand: Demand, plan: Plan, rates: Rates) -> tuple[float, flo
     if plan.head not in (HeadPlace.CPU, HeadPlace.SPLIT):
         return moved, round(max(0.0, BORDER_SECONDS - ahead), 4)
     streamed = _head_bytes(demand, plan.head_streamed_rows)
-    held_up = (demand.head_bytes - streamed) / rates.host_head - streamed / rates.bus
-    left = max(0.0, ahead - max(0.0, held_up))
-    return (moved + max(0.0, held_up - ahead)) * HOST_HEAD_MARGIN, round(max(0.0, BORDER_SECONDS - left), 4)
+    held_up = max(0.0, (demand.head_bytes - streamed) / rates.host_head - streamed / rates.bus) + BORDER_SECONDS
+    return (moved + max(0.0, held_up - ahead)) * HOST_HEAD_MARGIN, 0.0
 
 
 def _mib(nbytes: int, up: bool = True) -> str:
