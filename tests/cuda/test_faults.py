@@ -190,8 +190,9 @@ def test_host_memory_refused_to_the_kv_cache_leaves_the_engine_usable(folder: Pa
     gpu = RefusingGpu(3)
     opened = open_on_gpu(model_path(folder, "llama"), MODES["KV cache on the host"], gpu=gpu)
     closing.append(opened.engine)
-    sequence = opened.engine.new_sequence()
     gpu.allowed = 0
+    other, sequence = opened.engine.new_sequence(), opened.engine.new_sequence()
+    assert opened.engine.step([Chunk(other, [1, 2, 3], "prompt")]) is not None  # for the first there is memory already
     with pytest.raises(CapacityError, match="KV tiles on the host: the host refuses"):
         opened.engine.step([Chunk(sequence, [1, 2, 3], "prompt", "all")])
     gpu.allowed = 1 << 30

@@ -54,6 +54,7 @@ def test_a_split_output_projection_has_rows_from_both_sides(
     """
     monkeypatch.setattr(plan_module, "HEAD_ROW_STEP", 32)
     monkeypatch.setattr(plan_module, "HEAD_BLOCK_BYTES", 1)
+    monkeypatch.setattr(plan_module, "BORDER_SECONDS", 0)
     monkeypatch.setattr(engine_on_gpu, "measured_rates", lambda *_: Rates(1e9, host_head))
     tokens = tokens_of(30, 12)
     whole = open_on_gpu(model_path(folder, "llama"), MODES["all resident"])

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import pytest
+
+from edge_transformer.cuda import tile_memory
 from edge_transformer.cuda.kv_offload import contiguous_runs
 from edge_transformer.cuda.runtime import Gpu, Stream
 from edge_transformer.cuda.tile_memory import LockedTileMemory
@@ -16,9 +19,10 @@ from edge_transformer.ops.tensor import DType
 class Block:
     address: int
     nbytes: int
+    closed: bool = False
 
     def close(self) -> None:
-        """Nothing to give back."""
+        self.closed = True
 
 
 class OneBehindTheOther:
@@ -33,6 +37,30 @@ class OneBehindTheOther:
         self.end += nbytes
         self.blocks.append(block)
         return block
+
+
+def test_memory_of_a_run_is_locked_before_and_used_again() -> None:
+    gpu = OneBehindTheOther()
+    memory = LockedTileMemory(cast(Gpu, gpu), cast(Stream, None))
+    memory.have_ready([4096, 4096, 8192])
+    assert len(gpu.blocks) == 3
+    runs = [memory.allocate(nbytes) for nbytes in (4096, 8192, 4096)]
+    assert len({run.address for run in runs}) == len(gpu.blocks) == 3
+    assert memory.allocate(4096).address not in {run.address for run in runs}
+    runs[0].close()
+    runs[0].close()
+    assert memory.allocate(4096).address == runs[0].address
+    assert memory.allocate(4096).address != runs[0].address
+    assert len(gpu.blocks) == 5
+
+
+def test_not_all_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = OneBehindTheOther()
+    monkeypatch.setattr(tile_memory, "IDLE_RUN_BYTES", 10_000)
+    memory = LockedTileMemory(cast(Gpu, gpu), cast(Stream, None))
+    for run in [memory.allocate(4096) for _ in range(3)]:
+        run.close()
+    assert [block.closed for block in gpu.blocks] == [False, False, True]
 
 
 def test_no_copy_crosses_from_one_allocation_into_the_next() -> None:

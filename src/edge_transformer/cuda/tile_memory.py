@@ -5,7 +5,7 @@ copies and kernels reach.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -94,16 +94,58 @@ RUN_GAP_BYTES = 256
 one behind the other are copied at once."""
 
 
+IDLE_RUN_BYTES = 256 << 20
+"""Page-locked memory that is kept for runs to come."""
+
+
+class _LockedRun:
+    """Page-locked memory of a run; closing it leaves it to another."""
+
+    __slots__ = ("_home", "_memory", "address")
+
+    def __init__(self, home: LockedTileMemory, memory: Memory) -> None:
+        self._home = home
+        self._memory: Memory | None = memory
+        self.address = memory.address
+
+    def close(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._home.give_back(memory)
+
+
 class LockedTileMemory:
-    """Tiles in page-locked host memory: kernels append to them over the bus, copies bring runs of them to the GPU."""
+    """Tiles in page-locked host memory: kernels append to them over the bus, copies bring runs of them to the GPU.
+
+    Locking a run takes several times as long as copying it, so that runs are locked before a prompt waits for them, and
+    kept when they are given back.
+    """
 
     run_bytes = HOST_RUN_BYTES
 
     def __init__(self, gpu: Gpu, stream: Stream) -> None:
         self._gpu = gpu
         self._stream = stream
+        self._idle: list[Memory] = []
 
-    def allocate(self, nbytes: int) -> Memory:
+    def have_ready(self, sizes: Iterable[int]) -> None:
+        """Lock memory for runs of so many bytes each. Raises CapacityError when the host refuses."""
+        self._idle += [self._lock(nbytes) for nbytes in sizes]
+
+    def allocate(self, nbytes: int) -> _LockedRun:
+        for index, memory in enumerate(self._idle):
+            if memory.nbytes == nbytes + RUN_GAP_BYTES:
+                return _LockedRun(self, self._idle.pop(index))
+        return _LockedRun(self, self._lock(nbytes))
+
+    def give_back(self, memory: Memory) -> None:
+        """Called by what `allocate` gave."""
+        if sum(idle.nbytes for idle in self._idle) + memory.nbytes > IDLE_RUN_BYTES:
+            memory.close()
+        else:
+            self._idle.append(memory)
+
+    def _lock(self, nbytes: int) -> Memory:
         return self._gpu.allocate_host(nbytes + RUN_GAP_BYTES, "KV tiles on the host")
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:

@@ -182,7 +182,8 @@ def open_gpu_engine(
             tile_memory = ArenaTileMemory(gpu, compute, address, demand.kv_context_bytes, tile_bytes)
         else:
             kv_memory = None
-            tile_memory = LockedTileMemory(gpu, compute)
+            tile_memory = locked = LockedTileMemory(gpu, compute)
+            locked.have_ready(g.run_tiles(locked.run_bytes) * g.tile_bytes for g in geometries)
         state_memory: RecurrentMemory | None = None
         states = None
         if deltas:
