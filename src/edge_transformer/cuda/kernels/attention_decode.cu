@@ -51,32 +51,27 @@ attention_decode(const float* __restrict__ q, const int* __restrict__ positions,
   ETE_SHARED(float, all_weights, kWarps * kHeads * kStep);
   ETE_SHARED(float, slots, kWarps / 2 * kSlotFloats);
   let_next_kernel_start();
-  const int row = decode_row(counts, row_sequence, first_row, static_cast<int>(blockIdx.y), run_sequence);
-  const Units units = units_of(row < 0 ? 0 : position_of(positions, row), window, first_tile, tile_count);
+  const DecodeRow work = row_and_units(counts, row_sequence, positions, first_row, blockIdx.y, run_sequence, window,
+                                       first_tile, tile_count);
   int in_wave = static_cast<int>(blockIdx.z);
-  if (row < 0 || units.span.begin >= units.span.end ||
-      (units.first + first_unit + in_wave) * units.size >= units.span.end) {
+  if (is_idle(work, first_unit + in_wave)) {
     leave_idle();
     return;
   }
 #pragma unroll 1
   for (; in_wave < wave_units; in_wave += static_cast<int>(gridDim.z)) {
-    const int unit = units.first + first_unit + in_wave;
-    const int begin = max(units.span.begin, unit * units.size);
-    const int end = min(units.span.end, (unit + 1) * units.size);
+    const auto [start, begin, end] = unit_of(work.units, first_unit + in_wave);
     if (begin >= end) break;
-
-    const int kv_head = static_cast<int>(blockIdx.x) / kHeadChunks;
-    const int head = static_cast<int>(blockIdx.x) % kHeadChunks * kHeads;  // the first of the group
+    const auto [kv_head, head] = heads_of_block();
     const int heads_here = min(kHeads, kGroup - head);
     const int lane = lane_id(), warp = warp_id();
     const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
     const int tile = begin / kTilePositions;
-    const uint8_t* keys = unit_keys(tables, run, row_sequence, row, table_tiles, first_tile, kv_heads, tile, kv_head,
-                                    begin, min(end - begin, kSmallestUnit));
+    const uint8_t* keys = unit_keys(tables, run, row_sequence, work.row, table_tiles, first_tile, kv_heads, tile,
+                                    kv_head, begin, min(end - begin, kSmallestUnit));
     const uint8_t* values = keys + values_offset({nullptr, run, first_tile, kv_heads});
     wait_for_kernels_ahead();
-    const float* q_heads = q + (row * heads + kv_head * kGroup + head) * kHeadDim;
+    const float* q_heads = q + (work.row * heads + kv_head * kGroup + head) * kHeadDim;
     for (int i = static_cast<int>(threadIdx.x); i < kHeads * kHeadDim; i += ETE_THREADS)
       query[i] = i < heads_here * kHeadDim ? __uint_as_float(load4_ordered(q_heads + i)) : 0.0f;
     __syncthreads();
@@ -92,7 +87,7 @@ attention_decode(const float* __restrict__ q, const int* __restrict__ positions,
       for (int p = 0; p < kPairs; ++p) acc[h][p][0] = acc[h][p][1] = 0;
     }
 
-    for (int step = unit * units.size + warp * kStep; step < end; step += kWarps * kStep) {
+    for (int step = start + warp * kStep; step < end; step += kWarps * kStep) {
       if (step + kStep <= begin) continue;
       const int in_tile = step - tile * kTilePositions;
       const bool seen = step + lane >= begin && step + lane < end;

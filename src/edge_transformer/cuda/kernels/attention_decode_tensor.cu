@@ -95,37 +95,32 @@ attention_decode(const float* __restrict__ q, const int* __restrict__ positions,
   ETE_SHARED(float4, slots, kSteppers * kSplit * kFours * kWarp);
   ETE_SHARED(float2, slot_states, kSteppers * 8);  // (m, l) of [stepper][g]
   let_next_kernel_start();
-  const int row = decode_row(counts, row_sequence, first_row, static_cast<int>(blockIdx.y), run_sequence);
-  const Units units = units_of(row < 0 ? 0 : position_of(positions, row), window, first_tile, tile_count);
+  const DecodeRow work = row_and_units(counts, row_sequence, positions, first_row, blockIdx.y, run_sequence, window,
+                                       first_tile, tile_count);
   int in_wave = static_cast<int>(blockIdx.z);
-  if (row < 0 || units.span.begin >= units.span.end ||
-      (units.first + first_unit + in_wave) * units.size >= units.span.end) {
+  if (is_idle(work, first_unit + in_wave)) {
     leave_idle();
     return;
   }
 #pragma unroll 1
   for (; in_wave < wave_units; in_wave += static_cast<int>(gridDim.z)) {
-    const int unit = units.first + first_unit + in_wave;
-    const int begin = max(units.span.begin, unit * units.size);
-    const int end = min(units.span.end, (unit + 1) * units.size);
+    const auto [start, begin, end] = unit_of(work.units, first_unit + in_wave);
     if (begin >= end) break;
-
-    const int kv_head = static_cast<int>(blockIdx.x) / kHeadChunks;
-    const int head = static_cast<int>(blockIdx.x) % kHeadChunks * kHeads;  // the first of the group
+    const auto [kv_head, head] = heads_of_block();
     const int lane = lane_id(), warp = warp_id(), g = lane / 4, t = lane % 4;
     const int head_of_lane = kOneMma ? g % 4 : g;
     const bool has_head = head_of_lane < kHeads && head + head_of_lane < kGroup;
     const int stepper = warp / kSplit, first_chunk = warp % kSplit * kValueChunks;
     const int64_t heads = static_cast<int64_t>(kv_heads) * kGroup;
     const int tile = begin / kTilePositions, tile_begin = tile * kTilePositions;
-    const uint8_t* keys = unit_keys(tables, run, row_sequence, row, table_tiles, first_tile, kv_heads, tile, kv_head,
-                                    begin, min(end - begin, kSmallestUnit));
+    const uint8_t* keys = unit_keys(tables, run, row_sequence, work.row, table_tiles, first_tile, kv_heads, tile,
+                                    kv_head, begin, min(end - begin, kSmallestUnit));
     const uint8_t* values = keys + values_offset({nullptr, run, first_tile, kv_heads});
-    int step = unit * units.size + stepper * kStep;
+    int step = start + stepper * kStep;
     while (step + kStep <= begin) step += kSteppers * kStep;
     wait_for_kernels_ahead();
 
-    const float* q_head = q + (row * heads + kv_head * kGroup + head + head_of_lane) * kHeadDim;
+    const float* q_head = q + (work.row * heads + kv_head * kGroup + head + head_of_lane) * kHeadDim;
     uint4 q_bits[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
     if (has_head && warp < kKeyChunks && warp * 32 + 8 * t < kHeadDim) {
       q_bits[0] = load16_ordered(q_head + warp * 32 + 8 * t);

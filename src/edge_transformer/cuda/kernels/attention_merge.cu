@@ -17,8 +17,8 @@ attention_merge(const float* __restrict__ unit_acc, const float* __restrict__ un
   ETE_SHARED(float, taken, kMostUnits);  // factor of the unit's
   ETE_SHARED(float, last_m, 1);
   let_next_kernel_start();
-  const int row = decode_row(counts, row_sequence, first_row, static_cast<int>(blockIdx.z), run_sequence);
-  const Units units = units_of(row < 0 ? 0 : position_of(positions, row), window, first_tile, tile_count);
+  const auto [row, units] = row_and_units(counts, row_sequence, positions, first_row, blockIdx.z, run_sequence, window,
+                                          first_tile, tile_count);
   const int in_tiles = units.span.begin < units.span.end ? (units.span.end - 1) / units.size - units.first + 1 : 0;
   const int count = max(0, min(wave_units, in_tiles - first_unit));
   wait_for_kernels_ahead();
