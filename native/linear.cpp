@@ -31,9 +31,10 @@ int64_t total_rows(std::span<const LinearPart> parts) {
   return rows;
 }
 
-bool any_nibbles(std::span<const LinearPart> parts) {
-  return std::any_of(parts.begin(), parts.end(), [](const LinearPart& part) {
-    return is_nibble_format(part.weight.format) || (part.second && is_nibble_format(part.second->format));
+template <typename Predicate>
+bool any_format(std::span<const LinearPart> parts, const Predicate& predicate) {
+  return std::any_of(parts.begin(), parts.end(), [&](const LinearPart& part) {
+    return predicate(part.weight.format) || (part.second && predicate(part.second->format));
   });
 }
 
@@ -42,34 +43,50 @@ FinishArgs at_token(FinishArgs args, int64_t token) {
   return args;
 }
 
+// Floats of scratch for what the GEMV reads of a group of rows.
+constexpr int64_t group_floats(int64_t cols) {
+  return kDecodeGroup * (round_up(cols, kGroup) + round_up(cols, kOrderedPadding) + sums_stride(cols));
+}
+
+// Where in a group's scratch what lies; null what no part needs.
+GemvInput group_input(const LinearKernels& kernels, std::span<const LinearPart> parts, int64_t cols,
+                      const float* scratch) {
+  const float* ordered = scratch + kDecodeGroup * round_up(cols, kGroup);
+  GemvInput input{nullptr, nullptr, nullptr};
+  if (any_format(parts, kernels.takes_columns)) input.x = scratch;
+  if (any_format(parts, [&](Format format) { return !kernels.takes_columns(format); })) {
+    input.ordered = ordered;
+    input.sums = ordered + kDecodeGroup * round_up(cols, kOrderedPadding);
+  }
+  return input;
+}
+
+// Places beyond the last token repeat it.
+void fill_group(const LinearKernels& kernels, const GemvInput& input, const float* x, int64_t cols, int tokens) {
+  const int width = kernels.gemv_width(tokens);
+  for (int t = 0; t < width; ++t) {
+    const float* row = x + std::min(t, tokens - 1) * cols;
+    if (input.x) kernels.interleave(row, cols, t, width, const_cast<float*>(input.x));
+    if (input.ordered) {
+      kernels.order_codes(row, cols / kGroup, t, width, const_cast<float*>(input.ordered));
+      kernels.group_sums(row, cols / kGroup, t, width, const_cast<float*>(input.sums));
+    }
+  }
+}
+
 void decode_rows(ThreadPool& pool, const LinearKernels& kernels, std::span<const LinearPart> parts, const float* x,
                  int64_t cols, int64_t first_token, int64_t tokens) {
-  GemvInput input{x, cols, nullptr, sums_stride(cols), nullptr, round_up(cols, kOrderedPadding)};
   auto* scratch = reinterpret_cast<float*>(pool.shared_scratch());
-  if (cols % kGroup != 0) {
-    input.x_stride = round_up(cols, kGroup);
-    for (int64_t t = 0; t < tokens; ++t) {
-      float* row = scratch + t * input.x_stride;
-      std::memcpy(row, x + t * cols, size_t(cols) * sizeof(float));
-      std::fill(row + cols, row + input.x_stride, 0.0f);
+  const auto size = [&](int64_t group) { return int(std::min<int64_t>(kDecodeGroup, tokens - group * kDecodeGroup)); };
+  const auto input = [&](int64_t group) {
+    return group_input(kernels, parts, cols, scratch + group * group_floats(cols));
+  };
+  const int64_t groups = (tokens + kDecodeGroup - 1) / kDecodeGroup;
+  pool.run(groups, 1, [&](int, int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group) {
+      fill_group(kernels, input(group), x + group * kDecodeGroup * cols, cols, size(group));
     }
-    input.x = scratch;
-    scratch += tokens * input.x_stride;
-  }
-  for (int64_t t = 0; t < tokens; ++t) {
-    float* sums = scratch + t * input.sums_stride;
-    const int64_t groups = input.x_stride / kGroup;
-    kernels.group_sums(input.x + t * input.x_stride, groups, sums);
-    std::fill(sums + groups, sums + input.sums_stride, 0.0f);
-  }
-  input.sums = scratch;
-  if (any_nibbles(parts)) {
-    scratch += tokens * input.sums_stride;
-    for (int64_t t = 0; t < tokens; ++t) {
-      kernels.order_nibbles(input.x + t * input.x_stride, cols / kGroup, scratch + t * input.ordered_stride);
-    }
-    input.ordered = scratch;
-  }
+  });
 
   pool.run(total_rows(parts), kRowGrain, [&](int, int64_t begin, int64_t end) {
     alignas(64) float first[kDecodeGroup * kGemvRows];
@@ -77,15 +94,13 @@ void decode_rows(ThreadPool& pool, const LinearKernels& kernels, std::span<const
     for_parts(parts, begin, end, [&](const LinearPart& part, int64_t part_begin, int64_t part_end) {
       for (int64_t row = part_begin; row < part_end; row += kGemvRows) {
         const int rows = int(std::min<int64_t>(kGemvRows, part_end - row));
-        for (int64_t t = 0; t < tokens; t += kDecodeGroup) {
-          const int count = int(std::min<int64_t>(kDecodeGroup, tokens - t));
-          GemvInput group = input;
-          group.x += t * input.x_stride;
-          group.sums += t * input.sums_stride;
-          if (input.ordered) group.ordered += t * input.ordered_stride;
-          kernels.gemv(part.weight, row, rows, group, count, first);
-          if (part.second) kernels.gemv(*part.second, row, rows, group, count, second);
-          kernels.finish_rows(at_token(part.finish, first_token + t), row, rows, count, first, second);
+        for (int64_t group = 0; group < groups; ++group) {
+          const int count = size(group);
+          const GemvInput in = input(group);
+          kernels.gemv(part.weight, row, rows, in, count, first);
+          if (part.second) kernels.gemv(*part.second, row, rows, in, count, second);
+          const FinishArgs finish = at_token(part.finish, first_token + group * kDecodeGroup);
+          kernels.finish_rows(finish, row, rows, count, first, second);
         }
       }
     });
@@ -122,11 +137,10 @@ void prompt_rows_block(ThreadPool& pool, const LinearKernels& kernels, std::span
 
 LinearWorkspace linear_workspace(int64_t rows, int64_t cols) {
   const int64_t packed = std::min<int64_t>(round_up(rows, kTokenVector), kGemmTokens) * cols;
-  // The padded copy is needed only where the columns are no multiple of a group, but what is reserved for the widest
-  // matrix must do for narrower ones.
-  const int64_t per_row = sums_stride(cols) + round_up(cols, kOrderedPadding) + round_up(cols, kGroup);
+  // A pass may hold both kinds of rows, one after the other in the same scratch.
+  const int64_t decode = round_up(rows, kDecodeGroup) / kDecodeGroup * group_floats(cols);
   const int64_t thread = kGemmBlock + 2 * kGemmRows * kTilePitch;
-  return {std::max(packed, rows * per_row) * int64_t(sizeof(float)), thread * int64_t(sizeof(float))};
+  return {std::max(packed, decode) * int64_t(sizeof(float)), thread * int64_t(sizeof(float))};
 }
 
 void linear(ThreadPool& pool, const LinearKernels& kernels, std::span<const LinearPart> parts, const float* x,

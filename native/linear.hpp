@@ -34,16 +34,17 @@ struct FinishArgs {
   int64_t out_stride;
 };
 
-// Rows of activations for the GEMV. Columns are padded with zeros to a multiple of 32; sums holds the sum of every
-// group of 32 columns, padded with zeros to a multiple of kSumsPadding.
+// A group of activation rows ("tokens") for the GEMV, interleaved: token t of `width` of them has its vectors at every
+// width-th place. What is computed of the places beyond the tokens is not looked at.
 struct GemvInput {
-  const float* x;
-  int64_t x_stride;
-  const float* sums;
-  int64_t sums_stride;
-  const float* ordered;  // x as order_nibbles leaves it; null when no weight has 4-bit codes
-  int64_t ordered_stride;
+  const float* x;        // [vectors of columns][width][lanes], zeros past the columns up to a multiple of 32
+  const float* ordered;  // in the order of order_codes
+  const float* sums;     // [vectors of groups][width][lanes]: sums of every group of 32 columns, then zeros
 };
+
+constexpr bool is_float_format(Format format) {
+  return format == Format::F32 || format == Format::F16 || format == Format::BF16;
+}
 
 constexpr bool is_nibble_format(Format format) {
   return format == Format::Q4_0 || format == Format::Q4_1 || format == Format::Q4_K || format == Format::I4_G64 ||
@@ -59,10 +60,16 @@ struct UpcomingRows {
 
 // The kernels of one instruction set, in a constant `linear_kernels` of its namespace.
 struct LinearKernels {
-  // sums[g] = sum of x[32 g .. 32 g + 31].
-  void (*group_sums)(const float* x, int64_t groups, float* sums);
-  // x in the order in which the GEMV meets 4-bit codes, with zeros up to a multiple of kOrderedPadding.
-  void (*order_nibbles)(const float* x, int64_t groups, float* ordered);
+  // The width of the GEMV's input for a group of `tokens` rows, tokens <= width <= kDecodeGroup.
+  int (*gemv_width)(int tokens);
+  // Whether the GEMV of a format reads GemvInput::x; else it reads `ordered` and `sums`.
+  bool (*takes_columns)(Format format);
+  // What of GemvInput `x`, `ordered` and `sums` point to, made from row t's columns (or groups) and put at place t of
+  // `width`. columns: of any number. order_codes, group_sums: of whole groups, ordered with zeros up to a multiple of
+  // kOrderedPadding columns, sums up to one of kSumsPadding groups.
+  void (*interleave)(const float* x, int64_t cols, int t, int width, float* out);
+  void (*order_codes)(const float* x, int64_t groups, int t, int width, float* ordered);
+  void (*group_sums)(const float* x, int64_t groups, int t, int width, float* sums);
   // out[b * kGemvRows + r] = weight row (row + r) . x row b, for r < rows <= kGemvRows and b < tokens <= kDecodeGroup.
   // out has room for kDecodeGroup rows, those from `tokens` on are overwritten.
   void (*gemv)(const WeightView& weight, int64_t row, int rows, const GemvInput& input, int tokens, float* out);

@@ -70,6 +70,30 @@ struct Decoder<Format::BF16> : FloatDecoder<Format::BF16> {};
 
 // ---- Quantized codes ------------------------------------------------------------------------------------------------
 
+#if defined(ETE_ISA_avx2)
+// 4 to 6 bit codes of a group as bytes in column order, stored as nibble_codes says.
+template <int Bits>
+inline __m256i packed_codes(const uint8_t* p, const uint8_t* high) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i mask = _mm_set1_epi8(0x0f);
+  __m256i codes = _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
+  if constexpr (Bits >= 5) {
+    // Byte i of `spread` holds the byte of the word that has bit i; the bit is then compared in place.
+    const __m256i pick = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201ull));
+    ETE_UNROLL
+    for (int b = 4; b < Bits; ++b) {
+      int32_t word;
+      std::memcpy(&word, high + (b - 4) * 4, 4);
+      const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(word), pick);
+      const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
+      codes = _mm256_or_si256(codes, _mm256_and_si256(set, _mm256_set1_epi8(int8_t(1 << b))));
+    }
+  }
+  return codes;
+}
+#endif
+
 // 4 to 6 bit codes less `zero`: nibbles at p (byte j: column j low, column j + 16 high), bit 4 of column i in bit i of
 // the first high word, bit 5 in the second.
 template <int Bits>
@@ -96,23 +120,7 @@ inline void nibble_codes(const uint8_t* p, const uint8_t* high, int zero, Vec (&
   c[0].v = low;
   c[1].v = top;
 #elif defined(ETE_ISA_avx2)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  const __m128i mask = _mm_set1_epi8(0x0f);
-  __m256i codes = _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
-  if constexpr (Bits >= 5) {
-    // Byte i of `spread` holds the byte of the word that has bit i; the bit is then compared in place.
-    const __m256i pick = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201ull));
-    ETE_UNROLL
-    for (int b = 4; b < Bits; ++b) {
-      int32_t word;
-      std::memcpy(&word, high + (b - 4) * 4, 4);
-      const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(word), pick);
-      const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
-      codes = _mm256_or_si256(codes, _mm256_and_si256(set, _mm256_set1_epi8(int8_t(1 << b))));
-    }
-  }
-  codes = _mm256_sub_epi8(codes, _mm256_set1_epi8(int8_t(zero)));
+  const __m256i codes = _mm256_sub_epi8(packed_codes<Bits>(p, high), _mm256_set1_epi8(int8_t(zero)));
   const __m128i first = _mm256_castsi256_si128(codes);
   const __m128i second = _mm256_extracti128_si256(codes, 1);
   c[0].v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(first));
@@ -157,6 +165,9 @@ struct GroupDecoder {
   static constexpr bool kMinimum = MinimumPlane != 0;
   static constexpr int kZero = Zero;
   static constexpr int kCentre = Centre;
+  // Planes that are rows of f16 numbers, one per group, and nothing else.
+  static constexpr int kHalfScales = ScalePlane;
+  static constexpr int kHalfMinimums = MinimumPlane;
 
   template <bool Centred>
   static void codes(const RowPlanes& row, int64_t group, Vec (&c)[kParts]) {
@@ -181,6 +192,8 @@ struct Decoder<Format::Q5_1> : GroupDecoder<5, 1, 2, 3, 0, 16> {};
 // 4-bit codes whose scale serves Groups groups.
 template <int Groups>
 struct WideGroupDecoder : GroupDecoder<4, 0, 1, 0, 8, 0> {
+  static constexpr int kHalfScales = 0;
+
   static void scales(const RowPlanes& row, int64_t first, int64_t n, float* s, float*) {
     alignas(64) float own[64 / Groups];  // a caller asks for 64 groups at most
     f16_row(row.plane[1] + first / Groups * 2, n / Groups, own);
@@ -224,6 +237,8 @@ template <>
 struct Decoder<Format::Q8_0> : ByteDecoder {
   static constexpr bool kScaled = true;
   static constexpr bool kRowScaled = false;
+  static constexpr int kHalfScales = 1;
+  static constexpr int kHalfMinimums = 0;
 
   static void scales(const RowPlanes& row, int64_t first, int64_t n, float* s, float*) {
     f16_row(row.plane[1] + first * 2, n, s);
@@ -314,6 +329,7 @@ struct SuperDecoder {
   static constexpr bool kMinimum = true;
   static constexpr int kZero = 0;
   static constexpr int kCentre = Centre;
+  static constexpr int kHalfScales = 0;
 
   template <bool Centred>
   static void codes(const RowPlanes& row, int64_t group, Vec (&c)[kParts]) {
@@ -339,6 +355,7 @@ struct Decoder<Format::Q6_K> {
   static constexpr int kSub = 2;
   static constexpr bool kMinimum = false;
   static constexpr int kCentre = 0;
+  static constexpr int kHalfScales = 0;
 
   template <bool>
   static void codes(const RowPlanes& row, int64_t group, Vec (&c)[kParts]) {

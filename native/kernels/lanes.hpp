@@ -101,11 +101,107 @@ inline void transpose(Vec (&rows)[W]) {
 
 #endif
 
-// The first n of the W lanes (0 < n < W), zeros in the others; reads and writes nothing beyond them.
+// reduce_add of N vectors at once (N even, at most 16), with the very same additions. Two vectors are folded into one
+// at every level, vectors 2 i and 2 i + 1 first, and every lane of the last one is a sum.
+#if defined(ETE_ISA_avx512) || defined(ETE_ISA_avx2)
+#if defined(ETE_ISA_avx512)
+constexpr int kFolds = 4;
+template <int Level>
+inline Vec fold(Vec x, Vec y) {
+  if constexpr (Level == 0) {  // [x's halves added, y's halves added]
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(x.v, y.v, 0x44), _mm512_shuffle_f32x4(x.v, y.v, 0xee))};
+  } else if constexpr (Level == 1) {  // quarters likewise
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(x.v, y.v, 0x88), _mm512_shuffle_f32x4(x.v, y.v, 0xdd))};
+  } else if constexpr (Level == 2) {
+    return {_mm512_add_ps(_mm512_shuffle_ps(x.v, y.v, 0x44), _mm512_shuffle_ps(x.v, y.v, 0xee))};
+  } else {
+    return {_mm512_add_ps(_mm512_shuffle_ps(x.v, y.v, 0x88), _mm512_shuffle_ps(x.v, y.v, 0xdd))};
+  }
+}
+#else
+constexpr int kFolds = 3;
+template <int Level>
+inline Vec fold(Vec x, Vec y) {
+  if constexpr (Level == 0) {
+    return {_mm256_add_ps(_mm256_permute2f128_ps(x.v, y.v, 0x20), _mm256_permute2f128_ps(x.v, y.v, 0x31))};
+  } else if constexpr (Level == 1) {
+    return {_mm256_add_ps(_mm256_shuffle_ps(x.v, y.v, 0x44), _mm256_shuffle_ps(x.v, y.v, 0xee))};
+  } else {
+    return {_mm256_add_ps(_mm256_shuffle_ps(x.v, y.v, 0x88), _mm256_shuffle_ps(x.v, y.v, 0xdd))};
+  }
+}
+#endif
+
+// In which lane of the last vector the sum of vector i of `count` (a power of two) is.
+constexpr int sum_lane(int i, int count) {
+  constexpr int kStep[4] = {W / 4, W / 2, 1, 2};  // where a level puts its second vector
+  constexpr int kSmallStep[3] = {W / 2, 1, 2};
+  int lane = 0;
+  int place = i / 2 + i % 2 * (count / 2);
+  for (int level = 0, n = count; n > 1; ++level, n /= 2) {
+    if (place >= n / 2) {
+      lane += kFolds == 4 ? kStep[level] : kSmallStep[level];
+      place -= n / 2;
+    }
+  }
+  return lane;
+}
+
+template <int Level, int N>
+__attribute__((always_inline)) inline Vec fold_all(const Vec (&v)[N]) {
+  if constexpr (Level == kFolds) {
+    return v[0];
+  } else {
+    constexpr int kHalf = N > 1 ? N / 2 : 1;
+    Vec next[kHalf];
+    ETE_UNROLL
+    for (int i = 0; i < kHalf; ++i) next[i] = fold<Level>(v[i], v[N > 1 ? i + kHalf : i]);
+    return fold_all<Level + 1>(next);
+  }
+}
+
+// `more(i, folded)` may change what vectors 2 i and 2 i + 1 are after their first folding: the first lies in the lower
+// half, the second in the upper one.
+template <int N, typename More>
+__attribute__((always_inline)) inline void reduce_adds(const Vec (&v)[N], const More& more, float* out) {
+  if constexpr (N > W) {
+    Vec part[8];
+    ETE_UNROLL
+    for (int i = 0; i < 8; ++i) part[i] = v[i];
+    reduce_adds(part, more, out);
+    Vec rest[N - 8];
+    ETE_UNROLL
+    for (int i = 8; i < N; ++i) rest[i - 8] = v[i];
+    reduce_adds(rest, [&](int i, Vec folded) { return more(i + 4, folded); }, out + 8);
+  } else {
+    constexpr int kCount = N <= 2 ? 2 : N <= 4 ? 4 : N <= 8 ? 8 : 16;
+    Vec halves[kCount / 2];
+    ETE_UNROLL
+    for (int i = 0; i < kCount / 2; ++i) {
+      halves[i] = i < N / 2 ? more(i, fold<0>(v[2 * i], v[2 * i + 1])) : halves[0];
+    }
+    alignas(64) float lanes[W];
+    store(lanes, fold_all<1>(halves));
+    ETE_UNROLL
+    for (int i = 0; i < N; ++i) out[i] = lanes[sum_lane(i, kCount)];
+  }
+}
+#else
+template <int N, typename More>
+inline void reduce_adds(const Vec (&v)[N], const More&, float* out) {
+  for (int i = 0; i < N; ++i) out[i] = reduce_add(v[i]);
+}
+#endif
+
+// The first n of the W lanes (0 < n < W; up_to: or more), zeros in the others; reads and writes nothing beyond them.
 #if defined(ETE_ISA_avx512)
 inline Vec load_first(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p)}; }
 inline Vec load_first_f16(const uint16_t* p, int64_t n) {
   return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p))};
+}
+inline Vec load_up_to_f16(const uint16_t* p, int64_t n) {
+  return {
+      _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16(_bzhi_u32(0xffff, unsigned(std::min<int64_t>(n, W)))), p))};
 }
 inline void store_first(float* p, Vec a, int64_t n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), a.v); }
 #else
@@ -119,6 +215,7 @@ inline Vec load_first_f16(const uint16_t* p, int64_t n) {
   for (int64_t i = 0; i < n; ++i) padded[i] = p[i];
   return load_f16(padded);
 }
+inline Vec load_up_to_f16(const uint16_t* p, int64_t n) { return n >= W ? load_f16(p) : load_first_f16(p, n); }
 inline void store_first(float* p, Vec a, int64_t n) {
   float padded[W];
   store(padded, a);

@@ -1,20 +1,36 @@
 // The table of linear kernels of one instruction set, and the small ones: sums, finishing, embedding rows.
 #include <algorithm>
 
+#include "kernels/gemv.hpp"
 #include "kernels/lanes.hpp"
 #include "kernels/linear_parts.hpp"
 #include "kernels/math.hpp"
-#include "kernels/nibbles.hpp"
 
 namespace ete::ETE_ISA {
 
 namespace {
 
-void group_sums(const float* x, int64_t groups, float* sums) {
-  for (int64_t g = 0; g < groups; ++g) {
-    Vec sum = load(x + g * 32);
-    for (int i = W; i < 32; i += W) sum = sum + load(x + g * 32 + i);
-    sums[g] = reduce_add(sum);
+void interleave(const float* x, int64_t cols, int t, int width, float* out) {
+  const int64_t padded = (cols + kGroup - 1) / kGroup * kGroup;
+  for (int64_t c = 0; c < padded; c += W) {
+    const int64_t lanes = cols - c;
+    store(out + c * width + t * W, lanes >= W ? load(x + c) : lanes > 0 ? load_first(x + c, lanes) : zero());
+  }
+}
+
+// Where half a vector of groups or less is left over, both halves have it where the GEMV works so.
+void group_sums(const float* x, int64_t groups, int t, int width, float* sums) {
+  const int64_t padded = (groups + kSumsPadding - 1) / kSumsPadding * kSumsPadding;
+  const bool twice = kHalfVectors && groups % W != 0 && groups % W <= W / 2;
+  for (int64_t g = 0; g < padded; ++g) {
+    float* out = sums + (g / W * width + t) * W + g % W;
+    if (g >= groups) {
+      *out = twice && g % W >= W / 2 ? out[-W / 2] : 0;
+      continue;
+    }
+    Vec sum = load(x + g * kGroup);
+    for (int i = W; i < kGroup; i += W) sum = sum + load(x + g * kGroup + i);
+    *out = reduce_add(sum);
   }
 }
 
@@ -118,8 +134,11 @@ void finish_tile(const FinishArgs& args, int64_t row, int rows, int64_t tokens, 
 
 extern const LinearKernels linear_kernels;
 const LinearKernels linear_kernels = {
+    .gemv_width = width_of,
+    .takes_columns = takes_columns,
+    .interleave = interleave,
+    .order_codes = order_codes,
     .group_sums = group_sums,
-    .order_nibbles = order_nibbles,
     .gemv = gemv,
     .finish_rows = finish_rows,
     .pack_tokens = pack_tokens,

@@ -119,6 +119,50 @@ def test_rows_do_not_depend_on_their_company(isa: str, weight_format: WeightForm
                 out.check()
 
 
+def group_columns(weight_format: WeightFormat) -> tuple[int, ...]:
+    """Whole vectors of groups and every rest of one, for codes (4 groups at most) and minimums (16); more activations
+    than fit into the first-level cache; more groups than are converted at once.
+    """
+    block = FORMATS[weight_format].block_cols
+    if block == 1:
+        return (1, 31, 33, 64, 576, 1100)
+    if block == 32:
+        return (32, 64, 96, 128, 416, 512, 544, 576, 608, 800, 1056, 2048 + 64)
+    return tuple(block * count for count in (1, 3, 5, 2048 // block + 1))
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("isa", ISAS)
+def test_decode_groups_of_every_size(isa: str, weight_format: WeightFormat) -> None:
+    """Right, and to the bit what each row gives alone; numbers of weight rows around those worked on together."""
+    rng = np.random.default_rng()
+    ops = make_ops(isa)
+    for cols, rows in zip(group_columns(weight_format), (1, 2, 3, 4, 5, 7, 8, 9, 31, 33, 66, 3), strict=False):
+        made = make_weight(weight_format, rows, cols, rng)
+        x = rng.standard_normal((17, cols), dtype=np.float32)
+        alone = np.concatenate([product(ops, made.weight, x[i : i + 1], 0) for i in range(17)])
+        assert_close(alone, made, x)
+        for count in range(1, 18):
+            start = int(rng.integers(0, 18 - count))
+            got = product(ops, made.weight, np.ascontiguousarray(x[start : start + count]), 0)
+            assert np.array_equal(got, alone[start : start + count]), (cols, rows, count)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_decode_row_of_nan_spoils_no_other(isa: str) -> None:
+    rng = np.random.default_rng()
+    ops = make_ops(isa)
+    for weight_format in (WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.Q6_K, WeightFormat.BF16):
+        made = make_weight(weight_format, 21, 768, rng)
+        x = rng.standard_normal((7, 768), dtype=np.float32)
+        clean = product(ops, made.weight, x, 0).copy()
+        x[3, 700] = np.nan
+        got = product(ops, made.weight, x, 0)
+        assert np.isnan(got[3]).all()
+        others = [0, 1, 2, 4, 5, 6]
+        assert np.array_equal(got[others], clean[others])
+
+
 def test_more_tokens_than_one_pass(ops: LinearOps) -> None:
     rng = np.random.default_rng()
     made = make_weight(WeightFormat.Q4_1, 50, 96, rng)
