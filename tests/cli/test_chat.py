@@ -5,6 +5,7 @@ from click.testing import CliRunner, Result
 
 import edge_transformer
 from cli.fake_llm import FakeLLM
+from edge_transformer.cli import turn_input
 from edge_transformer.cli.conversation import Conversation
 from edge_transformer.cli.main import ete
 from edge_transformer.errors import ContextLengthError
@@ -118,3 +119,11 @@ def test_a_line_that_is_no_utf8_is_refused() -> None:
     result = chat(b"one\ntw\xffo\n")
     assert result.exit_code == 2
     assert "line 2 of standard input is not UTF-8: byte 2 is 0xff" in result.stderr
+
+
+def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_input, "MAX_BYTES", 1 << 20)
+    result = chat("one\n" + "x" * (1 << 20) + "\ntwo\n")
+    assert result.exit_code == 2
+    assert result.stdout == "You said: one\n"
+    assert "line 2 of standard input is longer than 1 MiB" in result.stderr

@@ -70,6 +70,16 @@ def test_wrong_options(model: Path, tmp_path: Path, options: tuple[str, ...], co
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("out", ["new/..", "taken"])
+def test_names_that_no_folder_can_be_made_under(model: Path, tmp_path: Path, out: str) -> None:
+    """Said before hours of work, and nothing is left behind."""
+    (tmp_path / "taken.partial").touch()
+    result = invoke("quantize", model, f"{tmp_path}/{out}", "--format", "int8")
+    assert result.exit_code == 2
+    assert ("is no name for a new folder" if out == "new/.." else "taken.partial is in the way") in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.partial"]
+
+
 def test_a_folder_that_is_there_is_left_alone(model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     result = invoke("quantize", model, tmp_path / "out", "--format", "int8")

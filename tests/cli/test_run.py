@@ -58,6 +58,9 @@ def test_the_prompt_comes_from_a_file(tmp_path: Path) -> None:
     file.write_text("in a file\n")
     assert run("m", "--prompt-file", str(file)).stdout == "You said: in a file\n"
     assert run("m", "--prompt-file", str(tmp_path / "missing")).exit_code == 2
+    endless = run("m", "--prompt-file", "/dev/zero")
+    assert endless.exit_code == 2
+    assert "The prompt in /dev/zero is longer than 64 MiB" in endless.stderr
     assert run("m", "both", "--prompt-file", str(file)).exit_code == 2
 
 

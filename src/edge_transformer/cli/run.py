@@ -16,6 +16,7 @@ from edge_transformer.cli.expectation import expectation
 from edge_transformer.cli.ledger import ledger
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import engine_options, generation_config, generation_options, load_model
+from edge_transformer.cli.turn_input import MAX_BYTES
 
 if TYPE_CHECKING:
     from edge_transformer import Generation
@@ -93,7 +94,10 @@ def read_prompt(argument: str | None, file: BinaryIO | None) -> str:
                 raise click.UsageError("No prompt: give it as an argument, with --prompt-file, or on standard input.")
             note("Type the prompt; Ctrl-D on a line of its own ends it.")
         name = "standard input" if file is None else file.name
-        text = _decoded((file or sys.stdin.buffer).read(), name)
+        data = (file or sys.stdin.buffer).read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise click.UsageError(f"The prompt in {name} is longer than {MAX_BYTES >> 20} MiB.")
+        text = _decoded(data, name)
     if not text:
         raise click.UsageError("The prompt is empty.")
     return text

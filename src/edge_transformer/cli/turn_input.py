@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from edge_transformer.cli.console import note
 from edge_transformer.errors import UsageError
 
+MAX_BYTES = 64 << 20
+"""Of a prompt, or a line of a chat: far more than any context holds. What never ends, like /dev/zero, is refused."""
+
 
 def typed_turns() -> Iterator[str]:
     """Turns typed at the terminal. Ctrl-C clears the line, Ctrl-D ends; Alt-Enter starts a new line in a turn."""
@@ -33,8 +36,10 @@ def typed_turns() -> Iterator[str]:
 
 
 def piped_turns() -> Iterator[str]:
-    """One turn for each line of standard input. Raises UsageError for a line that is not UTF-8."""
-    for number, line in enumerate(sys.stdin.buffer, start=1):
+    """One turn for each line of standard input. Raises UsageError for a line that is not UTF-8, or endless."""
+    for number, line in enumerate(iter(lambda: sys.stdin.buffer.readline(MAX_BYTES + 1), b""), start=1):
+        if len(line) > MAX_BYTES:
+            raise UsageError(f"line {number} of standard input is longer than {MAX_BYTES >> 20} MiB")
         try:
             yield line.decode("utf-8").removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:

@@ -126,18 +126,23 @@ def quantize_model(
     source and then of what was written.
     An interrupt, or an error, leaves a folder `out`.partial, from which the same call goes on.
 
-    Raises UsageError when `out` exists, when `out`.partial is of another call, or for a model quantized already;
-    CapacityError for a lack of room on the disk; NumericError for values that cannot be quantized; FormatError,
-    UnsupportedModelError for the source, OSError from the disk.
+    Raises UsageError when `out` exists or is no name, when `out`.partial is of another call, or for a model quantized
+    already; CapacityError for a lack of room on the disk; NumericError for values that cannot be quantized;
+    FormatError, UnsupportedModelError for the source, OSError from the disk.
     """
     settings = cpu_settings(threads=threads)
+    if out.name in ("", ".."):
+        raise UsageError(f"{out} is no name for a new folder")
     if os.path.lexists(out):
         raise UsageError(f"{out} exists; nothing is overwritten: give another name, or delete it")
     checkpoint = open_checkpoint(source)
     try:
         plan = plan_quantization(checkpoint, read_model(checkpoint), choice)
         partial = out.with_name(out.name + PARTIAL_SUFFIX)
-        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise UsageError(f"{partial} is in the way: the folder is made under this name; delete it") from error
         identity = _identity(checkpoint, plan, choice)
         with Journal(partial, identity) as journal:
             errors = _write_weights(plan, partial / SINGLE_FILE, journal, settings.threads, settings.isa, progress)
