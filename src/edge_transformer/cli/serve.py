@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from importlib.util import find_spec
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import click
 
@@ -12,10 +14,49 @@ from edge_transformer.cli.console import note, progress_bar, size
 from edge_transformer.cli.ledger import ledger
 from edge_transformer.cli.options import Size, engine_options, load_model
 
+MAX_KEYS_BYTES = 1 << 20
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+
+def _no_blank(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """What an unset variable of a script makes of a key or an address must not open a server to everybody."""
+    if any(not text.strip() for text in ([value] if isinstance(value, str) else value)):
+        raise click.BadParameter("it is empty")
+    return value
+
+
+def _origins(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """As browsers write them."""
+    origins = tuple(origin.lower() for origin in value)
+    for origin in origins:
+        if origin not in ("*", "null") and _ORIGIN.fullmatch(origin) is None:
+            raise click.BadParameter(f"{origin!r} is no origin: write scheme, host and port, as https://example.org")
+    return origins
+
+
+def _not_zero(context: click.Context, parameter: click.Parameter, value: int) -> int:
+    if value == 0:
+        raise click.BadParameter("0 would refuse every request")
+    return value
+
+
+def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of seconds")
+    return value
+
 
 @click.command("serve", short_help="Serve a model over HTTP, as OpenAI's interface.")
 @click.argument("model")
-@click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--host",
+    metavar="ADDRESS",
+    default="127.0.0.1",
+    show_default=True,
+    callback=_no_blank,
+    help="Address to listen on.",
+)
 @click.option(
     "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 is a free one."
 )
@@ -50,21 +91,24 @@ from edge_transformer.cli.options import Size, engine_options, load_model
     "api_keys",
     metavar="KEY",
     multiple=True,
+    callback=_no_blank,
     envvar="ETE_API_KEY",
     help="Ask for this key; can be repeated (default: ETE_API_KEY, or nobody is asked).",
 )
-@click.option("--api-key-file", metavar="FILE", type=click.File(encoding="utf-8"), help="Keys, one a line.")
+@click.option("--api-key-file", metavar="FILE", type=click.File("rb"), help="Keys, one a line.")
 @click.option(
     "--cors-origin",
     "origins",
     metavar="ORIGIN",
     multiple=True,
+    callback=_origins,
     help="Let web pages of this origin ask, such as https://example.org; can be repeated; * is all (default: none).",
 )
 @click.option(
     "--max-body",
     metavar="SIZE",
     type=Size(),
+    callback=_not_zero,
     default=16 << 20,
     show_default="16MiB",
     help="Refuse larger requests.",
@@ -75,6 +119,7 @@ from edge_transformer.cli.options import Size, engine_options, load_model
     "--drain-seconds",
     metavar="S",
     type=click.FloatRange(1),
+    callback=_finite,
     default=30.0,
     show_default=True,
     help="After SIGTERM: how long answers in the making may take to end.",
@@ -90,7 +135,7 @@ def command(
     queue: int,
     kv_budget: int | None,
     api_keys: tuple[str, ...],
-    api_key_file: TextIO | None,
+    api_key_file: BinaryIO | None,
     origins: tuple[str, ...],
     max_body: int,
     log_requests: bool,
@@ -122,7 +167,7 @@ def command(
     level = logging.INFO if log_requests or log_prompts else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("edge_transformer.server").setLevel(level)
-    keys = read_keys([*api_keys, "" if api_key_file is None else api_key_file.read()])
+    keys = read_keys([*api_keys, "" if api_key_file is None else _text(api_key_file)])
     if api_key_file is not None and not keys:
         raise click.UsageError(f"There is no key in {api_key_file.name}.")
     access = AccessSettings(keys, origins, hosts_of(host))
@@ -132,6 +177,19 @@ def command(
     service = Service(open_model, name or model, limits, lambda llm: _kv_budget(llm, kv_budget), options["ctx"] is None)
     app = make_app(service, AppSettings(access, max_body, log_prompts))
     serve(app, service, host, port, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
+
+
+def _text(file: BinaryIO) -> str:
+    """Of a file of keys."""
+    data = file.read(MAX_KEYS_BYTES + 1)
+    if len(data) > MAX_KEYS_BYTES:
+        raise click.UsageError(f"{file.name} is longer than {MAX_KEYS_BYTES >> 10} KiB: that is no file of keys.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(
+            f"The keys in {file.name} are not UTF-8: byte {error.start} is 0x{data[error.start]:02x}."
+        ) from error
 
 
 def _kv_budget(llm: Any, asked: int | None) -> int:
