@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from edge_transformer.cli.main import ete
-from edge_transformer.server import run
 from edge_transformer.server.app import AppSettings
 
 
@@ -42,7 +41,8 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple
 def test_keys_and_origins_as_they_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[AppSettings] = []
     monkeypatch.setattr("edge_transformer.server.app.make_app", lambda service, settings: made.append(settings))
-    monkeypatch.setattr(run, "serve", lambda *arguments: None)
+    monkeypatch.setattr("edge_transformer.server.service.Service", lambda *arguments: None)
+    monkeypatch.setattr("edge_transformer.server.run.serve", lambda *arguments: None)
     file = tmp_path / "keys"
     file.write_bytes("\ufeffone\r\n\n two \n".encode())
     arguments: list[Any] = ["serve", "nowhere", "--api-key", "three", "--api-key-file", str(file)]
