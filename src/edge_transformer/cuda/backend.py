@@ -30,7 +30,7 @@ from edge_transformer.cuda.delta import workspace_bytes as delta_workspace_bytes
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, DeviceBatch
 from edge_transformer.cuda.elementwise import ElementwiseOps
 from edge_transformer.cuda.gemm_shape import gemm_workspace_bytes
-from edge_transformer.cuda.kv_offload import KvOffload
+from edge_transformer.cuda.kv_offload import KvOffload, bring_tiles_source
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.cuda.runtime import Gpu, Memory, Stream
@@ -124,6 +124,8 @@ class CudaBackend:
             sources += attention_sources(shape, capability, self._fast)
         for delta in deltas:
             sources += delta_sources(delta)
+        if self._offload is not None:
+            sources.append(bring_tiles_source())
         self._gpu.prepare(list(dict.fromkeys(sources)))
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
@@ -227,8 +229,6 @@ class CudaBackend:
             self._rows,
             self._compute,
         )
-        if self._offload is not None:
-            self._offload.mark_appended()
 
     def attention(self, q: Tensor, shape: AttentionShape, out: Tensor, batch: Batch) -> None:
         if self._graphs.replaying:

@@ -1,7 +1,8 @@
 """The KV cache in page-locked host memory: attention takes its tiles in runs, through buffers in the arena.
 
 Two buffers take runs by turns, so that the copy of the next runs under the compute of this one. The kernels that append
-keys and values write to the host's tiles themselves.
+keys and values write to the host's tiles themselves. Tiles that a pass appends to are brought by a kernel: a copy would
+wait behind those of weights of layers to come, while these fill slots that only this layer's end makes free.
 """
 
 from __future__ import annotations
@@ -14,16 +15,30 @@ import numpy.typing as npt
 
 from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.attention import KvRun
-from edge_transformer.cuda.runtime import Event, Gpu, Stream
+from edge_transformer.cuda.runtime import Event, Gpu, Kernel, KernelSource, Stream
+from edge_transformer.formats.weight import round_up
 from edge_transformer.ops.backend import AttentionShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
 from edge_transformer.ops.tensor import ITEM_BYTES
 
 KV_BUFFERS = 2
 
+LIVE_STEP = 128
+"""Positions of the newest tile are brought in such steps: kernels load some that they leave out."""
+
+BLOCK_BYTES = 16 << 10
+"""What a block of bring_tiles takes: 4 words of 16 bytes for each of its threads."""
+
+
+def bring_tiles_source() -> KernelSource:
+    return KernelSource("bring_tiles.cu", "bring_tiles", BLOCK_BYTES // 64)
+
 
 class KvOffload:
-    """Two buffers of `nbytes` bytes each, with the events that keep copy and use apart."""
+    """Two buffers of `nbytes` bytes each, with the events that keep copy and use apart.
+
+    A copy of older tiles needs no wait for those who appended to them: a pass begins when the one before has ended.
+    """
 
     def __init__(self, gpu: Gpu, arena: Arena, nbytes: int, compute: Stream) -> None:
         self._gpu = gpu
@@ -33,7 +48,7 @@ class KvOffload:
         self._addresses = [arena.take(nbytes, f"KV buffer {index}") for index in range(KV_BUFFERS)]
         self._filled: list[Event] = [gpu.event() for _ in range(KV_BUFFERS)]
         self._freed: list[Event] = [gpu.event() for _ in range(KV_BUFFERS)]
-        self._appended = gpu.event()
+        self._bring: Kernel | None = None
         self._turn = 0
         for event in self._freed:
             gpu.record(event, compute)
@@ -47,10 +62,6 @@ class KvOffload:
         }
         return [(int(batch.tile_tables[shape.layer][sequence, tile]), tile_bytes) for sequence, tile in sorted(tiles)]
 
-    def mark_appended(self) -> None:
-        """Runs with tiles that the pass appends to are copied after what the compute stream holds now."""
-        self._gpu.record(self._appended, self._compute)
-
     def runs(self, shape: AttentionShape, batch: Batch) -> Iterator[tuple[KvRun, bool, bool]]:
         """All tiles of the layer that rows of the pass see, run by run: (run, whether it is its sequence's first,
         whether it is its last). Its buffer is for what is queued on the compute stream until the next is asked for.
@@ -59,21 +70,44 @@ class KvOffload:
         at_once = max(1, self._nbytes // tile_bytes)
         for sequence, table in enumerate(batch.tile_tables[shape.layer]):
             positions = batch.positions[batch.row_sequence == sequence]
-            first = 0 if shape.window is None else max(0, int(positions.min()) - shape.window + 1) // KV_TILE_POSITIONS
-            last, appended = int(positions.max()) // KV_TILE_POSITIONS, int(positions.min()) // KV_TILE_POSITIONS
-            stretches = contiguous_runs(table[first : last + 1], first, tile_bytes, at_once)
+            oldest, newest = int(positions.min()), int(positions.max())
+            first = 0 if shape.window is None else max(0, oldest - shape.window + 1) // KV_TILE_POSITIONS
+            appended, end = oldest // KV_TILE_POSITIONS, newest // KV_TILE_POSITIONS + 1
+            stretches = contiguous_runs(table[first:appended], first, tile_bytes, at_once)
+            stretches += contiguous_runs(table[appended:end], appended, tile_bytes, at_once)
             for number, (start, count) in enumerate(stretches):
                 buffer = self._turn
                 self._turn = (self._turn + 1) % KV_BUFFERS
-                if start + count > appended:
-                    self._gpu.wait(self._copies, self._appended)
-                self._gpu.wait(self._copies, self._freed[buffer])
-                self._gpu.copy(self._addresses[buffer], int(table[start]), count * tile_bytes, self._copies)
-                self._gpu.record(self._filled[buffer], self._copies)
-                self._gpu.wait(self._compute, self._filled[buffer])
-                run = KvRun(self._addresses[buffer], start, count, sequence)
-                yield run, number == 0, number == len(stretches) - 1
+                address = self._addresses[buffer]
+                if start < appended:
+                    self._gpu.wait(self._copies, self._freed[buffer])
+                    self._gpu.copy(address, int(table[start]), count * tile_bytes, self._copies)
+                    self._gpu.record(self._filled[buffer], self._copies)
+                    self._gpu.wait(self._compute, self._filled[buffer])
+                else:
+                    self._bring_appended(address, int(table[start]), start, count, newest, shape)
+                yield KvRun(address, start, count, sequence), number == 0, number == len(stretches) - 1
                 self._gpu.record(self._freed[buffer], self._compute)
+
+    def _bring_appended(
+        self, buffer: int, tiles: int, start: int, count: int, newest: int, shape: AttentionShape
+    ) -> None:
+        """Tiles start to start + count on the compute stream: after the kernel that has appended to them."""
+        tile_planes = 2 * shape.kv_heads
+        plane_bytes = _tile_bytes(shape) // tile_planes
+        positions = min(newest + 1 - (start + count - 1) * KV_TILE_POSITIONS, KV_TILE_POSITIONS)
+        live_bytes = round_up(positions, LIVE_STEP) * (plane_bytes // KV_TILE_POSITIONS)
+        nbytes, planes = count * _tile_bytes(shape), count * tile_planes
+        self._bring = self._bring or self._gpu.kernel(bring_tiles_source())  # compiled with the others, before
+        self._gpu.launch(
+            self._bring,
+            (-(-plane_bytes // BLOCK_BYTES), planes, 1),
+            0,
+            self._compute,
+            (tiles, buffer, np.int32(planes), np.int32(tile_planes), np.int32(plane_bytes), np.int32(live_bytes)),
+            reads=[(tiles, nbytes)],
+            writes=[(buffer, nbytes)],
+        )
 
     def settle(self) -> None:
         """Wait for copies that no kernel has waited for: those of a pass that was given up."""
@@ -84,7 +118,7 @@ def contiguous_runs(table: npt.NDArray[np.int64], first: int, tile_bytes: int, a
     """(first tile, tiles) of stretches that lie one behind the other in host memory, each at most `at_once` tiles.
     `table`: the tiles' addresses, from tile `first` on.
     """
-    runs: list[tuple[int, int]] = [(first, 1)]
+    runs: list[tuple[int, int]] = [(first, 1)] if len(table) else []
     for index, (before, address) in enumerate(pairwise(int(value) for value in table), start=first + 1):
         start, count = runs[-1]
         if address == before + tile_bytes and count < at_once:
