@@ -123,3 +123,13 @@ def prefill_beside(session: Session, path: Path, what: str, prompt: int) -> Iter
             rate = prefill_rate(opened.engine, prompt)
             terms = f"passes of {opened.engine.max_rows} rows"
         yield from beside_peer(f"{what}prefill of {prompt}, {how}", rate, peer, least, terms)
+
+
+def host_prefill_beside(session: Session, what: str, rate: float, path: Path, terms: str = "") -> Iterator[Figure]:
+    """Prefill of 512 with all weights in host memory, beside llama.cpp with no layer on the GPU, which then computes
+    there what is large enough: its file mapped, as it does unless told otherwise, and read into memory that it
+    page-locks. Of the first 4 x are asked; of the second that would be more than the bus allows.
+    """
+    for load, how, least in (("mmap", "mapped", 4.0), ("none", "page-locked", 1.0)):
+        peer = session.peer_result(path, "-ngl", "0", "-p", "512", "-n", "0", "-r", "2", "-lm", load)
+        yield from beside_peer(f"{what}, beside a {how} file", rate, peer, least, terms)

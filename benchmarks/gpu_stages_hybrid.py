@@ -18,8 +18,8 @@ from gpu_session import (
     RESIDENT,
     SMALL,
     Session,
-    beside_peer,
     decode_beside,
+    host_prefill_beside,
     placed,
     prefill_beside,
 )
@@ -107,10 +107,8 @@ def host_prefill(session: Session) -> Iterator[Figure]:
         path = session.model(SHAPE, file_format)
         with open_model(path, LEAST, 4096, session.threads) as opened:
             rate, terms = prefill_rate(opened.engine, 512), placed(opened.plan)
-        # Memory that llama.cpp may page-lock itself, or the mapped file: the better counts.
-        peer = session.peer_result(path, "-ngl", "0", "-p", "512", "-n", "0", "-r", "2", "-lm", "mmap,none")
         what = f"{SHAPE} {file_format}, all weights on the host: prefill of 512"
-        yield from beside_peer(what, rate, peer, 4.0, terms)
+        yield from host_prefill_beside(session, what, rate, path, terms)
 
 
 def trace(session: Session) -> Iterator[Figure]:

@@ -25,9 +25,9 @@ from gpu_session import (
     RESIDENT,
     SMALL,
     Session,
-    beside_peer,
     decode_beside,
     head_choice,
+    host_prefill_beside,
     placed,
     prefill_beside,
 )
@@ -160,9 +160,7 @@ def _large_streamed(session: Session, file_format: str) -> Iterator[Figure]:
         yield stated(f"{file_format}, streamed: decode", rate, "tok/s", limit.terms)
         terms = f"limit {1 / limit.seconds:.2f} tok/s"
         yield at_least(f"{file_format}, streamed: of the limit", rate * limit.seconds * 100, 95, "%", terms)
-    # Memory that llama.cpp may page-lock itself, or the mapped file: the better counts.
-    peer = session.peer_result(path, "-ngl", "0", "-p", "512", "-n", "0", "-r", "2", "-lm", "mmap,none")
-    yield from beside_peer(f"{file_format}, all weights on the host: prefill of 512", prefill, peer, 4.0)
+    yield from host_prefill_beside(session, f"{file_format}, all weights on the host: prefill of 512", prefill, path)
 
 
 # ---- cards without tensor cores, and the timeline
