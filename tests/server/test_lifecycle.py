@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import resource
 import signal
 import socket
 import subprocess
@@ -188,6 +190,26 @@ def test_a_signal_lets_answers_end(model_path: Path, number: signal.Signals) -> 
         running.send_signal(number)
         assert answer.result()[1]["usage"]["completion_tokens"] == 1500
         assert running.wait(20) == 0
+
+
+def test_more_connections_than_files_may_be_open(model_path: Path) -> None:
+    """Those that are too many are closed at once, with one line in the log, and the server lives on."""
+    with process(model_path) as (running, served):
+        resource.prlimit(running.pid, resource.RLIMIT_NOFILE, (100, 100))
+        with contextlib.ExitStack() as stack:
+            raws = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(300)]
+            for raw in raws:
+                raw.settimeout(10)
+                raw.connect(("127.0.0.1", served.port))
+            assert raws[-1].recv(1) == b""
+            assert len(os.listdir(f"/proc/{running.pid}/fd")) <= 75
+            raws[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert raws[0].recv(100).startswith(b"HTTP/1.1 200")
+        until(lambda: len(os.listdir(f"/proc/{running.pid}/fd")) < 50)
+        assert served.post(TEXT, {"model": "tiny", "prompt": "abc", "max_tokens": 2})[0] == 200
+        running.send_signal(signal.SIGTERM)
+        log = running.communicate(timeout=20)[1].splitlines()
+        assert [line.partition(" 75 files are open")[2][:35] for line in log] == ["; more connections are closed at on"]
 
 
 @pytest.mark.parametrize("asked", [False, True])

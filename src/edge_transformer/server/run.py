@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import signal
@@ -16,7 +17,13 @@ from starlette.types import ASGIApp
 from edge_transformer.server.connection import Connection
 from edge_transformer.server.service import Service
 
+log = logging.getLogger("edge_transformer.server")
+
 OPEN_FILES = 65536
+
+RESERVED_FILES = 64
+"""Left to all else, or a quarter where that is less: model files, kernels, what tries a schema."""
+
 BACKLOG = 2048
 
 TELLING_S = 1.0
@@ -88,10 +95,30 @@ def serve(app: ASGIApp, service: Service, host: str, port: int, drain_s: float, 
         service.close()
 
 
+class Listener(socket.socket):
+    """Closes connections at once that would take the last open files. asyncio would try again thousands of times a
+    second and log each.
+    """
+
+    _told = False
+
+    def accept(self) -> tuple[socket.socket, object]:
+        connection, address = super().accept()
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = limit - min(RESERVED_FILES, limit // 4)
+        if connection.fileno() < most:  # a new file has the lowest number that is free
+            return connection, address
+        connection.close()
+        if not self._told:
+            self._told = True
+            log.warning("%d files are open; more connections are closed at once (ulimit -n allows more)", most)
+        raise ConnectionAbortedError(errno.ECONNABORTED, "too many connections")
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that takes connections. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    return Listener(fileno=socket.create_server((host, port), family=family, backlog=BACKLOG).detach())
 
 
 def _address(listening: socket.socket) -> str:
