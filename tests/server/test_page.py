@@ -44,6 +44,14 @@ def page(browser: Any, served: Served, request: pytest.FixtureRequest) -> Iterat
     context.close()
 
 
+def test_a_long_name_widens_nothing(page: Any) -> None:
+    page.evaluate("document.getElementById('model').textContent = 'a-very-long-name/'.repeat(20)")
+    for name in ("send", "text"):
+        box = page.locator(f"#{name}").bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= page.viewport_size["width"]
+
+
 def until(page: Any, condition: str) -> None:
     deadline = time.monotonic() + 20
     while not page.evaluate(f"() => !!({condition})"):

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
@@ -60,7 +61,11 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
 @click.option(
     "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 is a free one."
 )
-@click.option("--name", metavar="NAME", help="The model's name for clients (default: MODEL).")
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="The model's name for clients (default: MODEL; of a file or folder here, its last part).",
+)
 @click.option(
     "--parallel",
     metavar="N",
@@ -174,9 +179,17 @@ def command(
     if not keys and not access.hosts:
         note(f"Everybody who can reach {host} can use this server: --api-key asks for a key.")
     limits = Limits(parallel, pass_tokens or (512 if options["backend"] == "cuda" else 128), queue)
-    service = Service(open_model, name or model, limits, lambda llm: _kv_budget(llm, kv_budget), options["ctx"] is None)
+    service = Service(
+        open_model, name or _name_of(model), limits, lambda llm: _kv_budget(llm, kv_budget), options["ctx"] is None
+    )
     app = make_app(service, AppSettings(access, max_body, log_prompts))
     serve(app, service, host, port, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
+
+
+def _name_of(model: str) -> str:
+    """What clients call it: paths of this machine are nothing that they need to know."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
 
 
 def _text(file: BinaryIO) -> str:
