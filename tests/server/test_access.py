@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -100,6 +101,20 @@ def test_what_is_no_http(served: Served, data: bytes) -> None:
         answer = raw.recv(1000)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
     assert served.post(TEXT, BODY)[0] == 200
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_error(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="edge_transformer.server")
+    with contextlib.closing(socket.create_connection(("127.0.0.1", served.port), timeout=10)) as raw:
+        raw.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n".encode() + b"{")
+    deadline = time.monotonic() + 10
+    while not caplog.records and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage().startswith(f"POST {TEXT} 499 ")
 
 
 def test_connections_that_say_nothing_are_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

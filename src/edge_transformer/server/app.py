@@ -13,7 +13,7 @@ import msgspec
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -186,6 +186,8 @@ def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
+        except ClientDisconnect:  # while its body was read: nobody is there to be told
+            return Response(status_code=499)
         except Exception as error:  # noqa: BLE001 - told to the client, whatever it is
             return error_response(of_error(error))
 
