@@ -150,7 +150,7 @@ def test_a_body_of_many_lists_is_read_without_looking_for_garbage() -> None:
 
     gc.collect()
     for rest in ("", ',"x":1'):
-        data = ('{"model":"m","prompt":[%s]%s}' % (",".join(["[1]"] * prompts), rest)).encode()
+        data = f'{{"model":"m","prompt":[{",".join(["[1]"] * prompts)}]{rest}}}'.encode()
         gc.callbacks.append(collecting)
         try:
             with pytest.raises(ApiError, match="unknown field") if rest else contextlib.nullcontext():

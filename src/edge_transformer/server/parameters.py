@@ -20,8 +20,8 @@ _MASK = 2**64 - 1
 
 def read_request(body: bytes, kind: type[Any]) -> Any:
     """`body` as a request of this kind. Raises ApiError that names the field at fault."""
-    # A body of millions of lists is read in a moment, in which nobody else runs. The garbage collector would look at all
-    # of them again and again, and make seconds of it.
+    # A body of millions of lists is read in a moment, in which nobody else runs. The garbage collector would look at
+    # all of them again and again, and make seconds of it.
     pausing = len(body) > LARGE_BODY_BYTES and gc.isenabled()
     if pausing:
         gc.disable()
