@@ -1,10 +1,16 @@
-"""Settings that all tests share: how hypothesis runs, Ctrl-C, and what the golden group needs."""
+"""Settings that all tests share: threads of the references, how hypothesis runs, Ctrl-C, what the golden group needs."""
 
 import importlib.util
+import os
 import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Tests run in a process for each core. Threads of numpy's and torch's products would be more, and most of their time is
+# spent on waiting for each other in loops.
+for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("default")
