@@ -1,4 +1,4 @@
-"""Settings that all tests share: threads of the references, how hypothesis runs, Ctrl-C, what the golden group needs."""
+"""Settings all tests share: threads of the references, how hypothesis runs, Ctrl-C, and what the golden group needs."""
 
 import importlib.util
 import os
