@@ -116,6 +116,19 @@ def test_closing_a_stream_that_another_thread_iterates_ends_it(llm: LLM) -> None
     assert stream.result.finish_reason == "interrupted"
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_scores_of_tokens_in_an_array(llm: LLM, kind: type) -> None:
+    (expected,) = [block.copy() for _, block in llm.score_blocks([1, 2, 250])]
+    (block,) = [block for _, block in llm.score_blocks(np.array([1, 2, 250], kind))]
+    assert np.array_equal(block, expected)
+
+
+@pytest.mark.parametrize("ids", [[1.0], ["1"], "1", np.zeros((2, 2), int), np.array([1.5]), [None]])
+def test_what_is_no_token_is_not_scored(llm: LLM, ids: Any) -> None:
+    with pytest.raises(UsageError, match="whole numbers"):
+        list(llm.score_blocks(ids))
+
+
 def test_scores_do_not_change_by_calls_between_blocks(llm: LLM) -> None:
     ids = np.random.default_rng(1).integers(0, VOCABULARY, 600).tolist()  # more than one chunk
     undisturbed = [block.copy() for _, block in llm.score_blocks(ids)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -232,11 +233,16 @@ class LLM:
     def score_blocks(self, ids: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yield (start, logits f32 [n, V]) for consecutive positions: row i holds the logits of token start + i + 1.
 
-        Other calls may be made between two blocks. Raises ContextLengthError, UsageError.
+        ids: a list of tokens, or an array of one dimension. Other calls may be made between two blocks.
+        Raises ContextLengthError, UsageError.
         """
         from edge_transformer.engine.chunk import Chunk
 
         self._require_open()
+        try:
+            ids = [operator.index(token) for token in ids]  # a fraction must not become the token below it
+        except TypeError as error:
+            raise UsageError(f"ids are tokens, which are whole numbers: {error}") from error
         self._check_prompt(ids)
         self._checkpoint.check_unchanged()
         sequence = self.engine.new_sequence()
@@ -321,7 +327,7 @@ def _context_length(config: ModelConfig, asked: int | None) -> int:
         return config.context_length
     if not isinstance(asked, int) or not 1 <= asked <= config.context_length:
         raise UsageError(
-            f"context length {asked} is out of range: this model was made for 1 to {config.context_length} tokens"
+            f"context length {asked!r} is out of range: this model was made for 1 to {config.context_length} tokens"
         )
     return asked
 
