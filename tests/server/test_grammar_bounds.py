@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from edge_transformer.server import grammar_trial
 from edge_transformer.server.errors import ApiError
 from edge_transformer.server.grammar import json_grammar
 from edge_transformer.server.grammar_bounds import GrammarBounds
@@ -89,6 +90,14 @@ def test_a_grammar_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ApiError, match="multipleOf 999983"):
             bounds.check(json_grammar(REMAINDERS, "x"), "x")
     assert len(tried) == 2
+
+
+def test_limits_of_the_server_itself_are_kept() -> None:
+    grammar = json_grammar({"type": "integer", "multipleOf": 7}, "x")
+    command = [sys.executable, "-P", "-m", grammar_trial.__name__, "2", str(1 << 40)]
+    limited = ["bash", "-c", 'ulimit -v 900000 -t 50; exec "$@"', "bash", *command]
+    done = subprocess.run(limited, input=grammar.encode(), capture_output=True, check=True)
+    assert done.stdout.decode().strip() == grammar_trial.BEGUN
 
 
 def test_where_no_process_can_be_had_the_schema_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:

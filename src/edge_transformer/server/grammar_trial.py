@@ -34,9 +34,10 @@ def _compile(seconds: int, most_bytes: int) -> None:
     os.nice(19)
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds += int(used.ru_utime + used.ru_stime) + 1  # the kernel counts whole ones
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, most_bytes)):
+        limit = resource.getrlimit(kind)[1]
+        lower = most if limit == resource.RLIM_INFINITY else min(most, limit)
+        resource.setrlimit(kind, (lower, lower))
     tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=256, eos_token=[0])
     print(BEGUN, flush=True)
     llguidance.LLMatcher(tokens, grammar, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False))
