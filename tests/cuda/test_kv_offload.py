@@ -66,6 +66,7 @@ def test_every_position_that_is_seen_arrives(
     compute = gpu.stream("compute")
     geometry = TileGeometry(kv_heads, head_dim, kv_dtype, None)
     nbytes = geometry.tile_bytes
+    landing = gpu.allocate_host(nbytes, "a tile as it arrived")
     offload = KvOffload(gpu, Arena(gpu, 4 * nbytes + 1024), 2 * nbytes, compute)
     memory, tables, contents = LockedTileMemory(gpu, compute), [], []
     for sequence in range(int(batch.row_sequence.max()) + 1):
@@ -82,7 +83,6 @@ def test_every_position_that_is_seen_arrives(
 
     seen: dict[int, list[int]] = {}
     for run, begin, end in offload.runs(shape, batch):
-        gpu.synchronize()
         tiles_before = seen.setdefault(run.sequence, [])
         assert begin == (not tiles_before)
         positions = batch.positions[batch.row_sequence == run.sequence]
@@ -90,7 +90,9 @@ def test_every_position_that_is_seen_arrives(
             tile = run.first_tile + index
             live = min(int(positions.max()) + 1 - tile * KV_TILE_POSITIONS, KV_TILE_POSITIONS)
             row = head_dim * ITEM_BYTES[kv_dtype]
-            got = array_at(run.address + index * nbytes, (nbytes,), np.uint8).reshape(-1, KV_TILE_POSITIONS * row)
+            gpu.copy(landing.address, run.address + index * nbytes, nbytes, compute)
+            gpu.synchronize()
+            got = array_at(landing.address, (nbytes,), np.uint8).reshape(-1, KV_TILE_POSITIONS * row)
             expected = contents[run.sequence][tile].reshape(got.shape)
             assert np.array_equal(got[:, : live * row], expected[:, : live * row])
             tiles_before.append(tile)
@@ -100,4 +102,3 @@ def test_every_position_that_is_seen_arrives(
         oldest = 0 if window is None else max(0, int(positions.min()) - window + 1)
         last = int(positions.max()) // KV_TILE_POSITIONS
         assert tiles_of_it == list(range(oldest // KV_TILE_POSITIONS, last + 1))
-    gpu.synchronize()
