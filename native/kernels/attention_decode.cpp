@@ -51,14 +51,23 @@ inline Vec sum_each(Vec (&r)[W]) {
 template <int Heads>
 constexpr int kTogether = W / (Heads > 2 ? 4 : Heads);
 
+// For how many positions the values are asked for while the scores are made. They are wanted next, and a short run is
+// at its end before the hardware has seen where it goes; a long one it follows better alone.
+constexpr int kValuesAhead = 96;
+
 // scores[head][pos] = scale * q . k for positions [begin, end), a multiple of kTogether.
 template <int Heads, typename Element>
-void score(const AttentionLayer& layer, const float* q, const Element* keys, int begin, int end, float* scores) {
+void score(const AttentionLayer& layer, const float* q, const Element* keys, const Element* values, int begin, int end,
+           float* scores) {
   constexpr int kCount = kTogether<Heads>;
   const int dim = layer.head_dim;
   const Vec scale = set1(layer.scale);
   for (int pos = begin; pos < end; pos += kCount) {
     const Element* k = keys + int64_t(pos) * dim;
+    if (pos < begin + kValuesAhead) {
+      const Element* v = values + int64_t(pos) * dim;
+      for (int i = 0; i < kCount * dim; i += 64 / int(sizeof(Element))) __builtin_prefetch(v + i);
+    }
     Vec sum[W];
     ETE_UNROLL
     for (int i = 0; i < W; ++i) sum[i] = zero();
@@ -160,7 +169,7 @@ void attend_heads(const AttentionLayer& layer, const DecodeUnit& unit, int head,
   constexpr int kCount = kTogether<Heads>;
   const int dim = layer.head_dim;
   float* states = unit.states + head * layer.state_floats();
-  score<Heads>(layer, unit.q + int64_t(head) * dim, keys, unit.begin / kCount * kCount,
+  score<Heads>(layer, unit.q + int64_t(head) * dim, keys, values, unit.begin / kCount * kCount,
                (unit.end + kCount - 1) / kCount * kCount, scores);
   for (int h = 0; h < Heads; ++h) {
     const TileState state = weigh(unit.begin, unit.end, scores + h * kTilePositions);
