@@ -338,8 +338,14 @@ def test_first_passes_are_left_out() -> None:
 
 
 def opened(head: HeadPlace, kv: KvPlace) -> Any:
-    plan = SimpleNamespace(streamed_bytes=900, slots=2, slot_bytes=50, head=head, kv=kv)
-    return SimpleNamespace(plan=plan, head_bytes=300, kv_bytes=lambda depth: 2 * depth)
+    streamed_rows = {HeadPlace.STREAMED: 30, HeadPlace.SPLIT: 10}.get(head, 0)
+    plan = SimpleNamespace(
+        streamed_bytes=900, slots=2, slot_bytes=50, head=head, head_streamed_rows=streamed_rows, kv=kv
+    )
+    layout = SimpleNamespace(rows=30)
+    return SimpleNamespace(
+        plan=plan, head=SimpleNamespace(layout=layout), head_bytes=300, kv_bytes=lambda depth: 2 * depth
+    )
 
 
 def test_limits_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,5 +356,9 @@ def test_limits_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = decode_limit(opened(HeadPlace.CPU, KvPlace.GPU), 10, 100.0)
     assert limit.seconds == pytest.approx(9.5)
     assert "hide 1000.00 ms" in limit.terms
+    # 200 bytes of it take 1 s there; meanwhile the bus brings the other 100, which are part of its 900, and the slots'.
+    assert decode_limit(opened(HeadPlace.SPLIT, KvPlace.GPU), 10, 100.0).seconds == pytest.approx(9)
+    monkeypatch.setattr(gpu_measure, "host_head_rates", lambda opened: HeadRates(50.0, 0.0, 0.0))
+    assert decode_limit(opened(HeadPlace.SPLIT, KvPlace.GPU), 10, 100.0).seconds == pytest.approx(9 + 4 - 2)
     monkeypatch.setattr(gpu_measure, "host_head_rates", lambda opened: HeadRates(500.0, 0.0, 0.0))
     assert decode_limit(opened(HeadPlace.CPU, KvPlace.GPU), 10, 100.0).seconds == pytest.approx(9)
