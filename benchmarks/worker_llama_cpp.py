@@ -8,6 +8,28 @@ import ctypes
 import json
 import sys
 import time
+from functools import cache
+from typing import Any
+
+
+def load_model(path: str) -> Any:
+    """The model of a GGUF file as the package's low-level functions take it. Ends the process where there is none."""
+    import llama_cpp
+
+    llama_cpp.llama_log_set(_ignore_log(), ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        sys.exit(f"llama.cpp could not load {path}")
+    return model
+
+
+@cache
+def _ignore_log() -> Any:
+    """Kept for as long as the process: llama.cpp has its address."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, user_data: None)
 
 
 def main() -> None:
@@ -15,12 +37,7 @@ def main() -> None:
     import llama_cpp
     import numpy as np
 
-    ignore = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
-    llama_cpp.llama_log_set(ignore, ctypes.c_void_p(0))
-    llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(task["model"].encode(), llama_cpp.llama_model_default_params())
-    if not model:
-        sys.exit(f"llama.cpp could not load {task['model']}")
+    model = load_model(task["model"])
     settings = llama_cpp.llama_context_default_params()
     settings.n_ctx = task["context"]
     settings.n_batch = settings.n_ubatch = 512
