@@ -19,11 +19,13 @@ from typing import Any
 
 import openai
 import pytest
+from click.testing import CliRunner
 
 from edge_transformer import LLM
+from edge_transformer.cli.main import ete
 from edge_transformer.engine.request import Limits
 from edge_transformer.errors import GpuError
-from edge_transformer.server import delivery, job
+from edge_transformer.server import delivery, job, run, service
 from server.tiny_server import Served, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -190,6 +192,25 @@ def test_a_signal_lets_answers_end(model_path: Path, number: signal.Signals) -> 
         running.send_signal(number)
         assert answer.result()[1]["usage"]["completion_tokens"] == 1500
         assert running.wait(20) == 0
+
+
+def test_an_interrupt_before_the_first_request_closes_the_model(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Path] = []
+    close = LLM.close
+    monkeypatch.setattr(LLM, "close", lambda self: (closed.append(self.path), close(self)))
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    for owner, name in ((run, "configuration"), (service, "Grammars")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            done = CliRunner().invoke(ete, ["serve", str(model_path), "--port", "0", "--threads", "1"])
+        assert done.exit_code == 130
+        assert closed == [model_path]
+        closed.clear()
 
 
 def test_more_connections_than_files_may_be_open(model_path: Path) -> None:

@@ -84,10 +84,10 @@ def configuration(app: ASGIApp) -> uvicorn.Config:
 
 def serve(app: ASGIApp, service: Service, host: str, port: int, drain_s: float, started: Callable[[str], None]) -> None:
     """Serve until a signal ends it. `started` is told the address. Raises OSError when it cannot be bound."""
-    _raise_file_limit()
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that goes away
-    server = Server(configuration(app), service, drain_s)
     try:
+        _raise_file_limit()
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that goes away
+        server = Server(configuration(app), service, drain_s)
         with listen(host, port) as listening:
             started(_address(listening))
             asyncio.run(server.serve(sockets=[listening]))

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from edge_transformer.engine.llm import LLM
@@ -96,8 +97,9 @@ class Service:
             running.llm.close()
 
     def _open(self) -> Running:
-        llm = self._open_model()
-        try:
+        with ExitStack() as undo:  # also where Ctrl-C comes in between
+            llm = self._open_model()
+            undo.callback(llm.close)
             scheduler = Scheduler(
                 llm.engine,
                 llm.tokenizer,
@@ -108,6 +110,7 @@ class Service:
                 failed=self._engine_failed,
                 shorten_context=self._shorten_context,
             )
+            undo.callback(scheduler.stop)
             if scheduler.context_length < llm.context_length:
                 log.warning(
                     "the context is shortened from %d to %d tokens: KV caches may take %d bytes (--kv-budget, --ctx)",
@@ -116,10 +119,9 @@ class Service:
                     scheduler.memory.budget_bytes,
                 )
                 llm.context_length = scheduler.context_length
-        except BaseException:
-            llm.close()
-            raise
-        return Running(llm, scheduler, Grammars(llm))
+            running = Running(llm, scheduler, Grammars(llm))
+            undo.pop_all()
+        return running
 
     def _engine_failed(self, error: Exception) -> None:
         """Called in the thread of the scheduler that has ended."""
