@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple
 def test_keys_and_origins_as_they_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[AppSettings] = []
     monkeypatch.setattr("edge_transformer.server.app.make_app", lambda service, settings: made.append(settings))
-    monkeypatch.setattr("edge_transformer.server.service.Service", lambda *arguments: None)
+    monkeypatch.setattr("edge_transformer.server.service.Service", lambda *arguments: SimpleNamespace(close=list))
     monkeypatch.setattr("edge_transformer.server.run.serve", lambda *arguments: None)
     file = tmp_path / "keys"
     file.write_bytes("\ufeffone\r\n\n two \n".encode())

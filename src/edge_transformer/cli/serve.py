@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
+from contextlib import closing
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -179,11 +181,10 @@ def command(
     if not keys and not access.hosts:
         note(f"Everybody who can reach {host} can use this server: --api-key asks for a key.")
     limits = Limits(parallel, pass_tokens or (512 if options["backend"] == "cuda" else 128), queue)
-    service = Service(
-        open_model, name or _name_of(model), limits, lambda llm: _kv_budget(llm, kv_budget), options["ctx"] is None
-    )
-    app = make_app(service, AppSettings(access, max_body, log_prompts))
-    serve(app, service, host, port, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
+    budget, shortens = partial(_kv_budget, asked=kv_budget), options["ctx"] is None
+    with closing(Service(open_model, name or _name_of(model), limits, budget, shortens)) as service:
+        app = make_app(service, AppSettings(access, max_body, log_prompts))
+        serve(app, service, host, port, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
 
 
 def _name_of(model: str) -> str:
