@@ -201,6 +201,22 @@ def test_host_memory_refused_to_the_kv_cache_leaves_the_engine_usable(folder: Pa
     assert np.array_equal(result.logits(), pieces(opened.engine, [1, 2, 3], 64, 0))
 
 
+def test_host_memory_refused_to_logits_leaves_the_engine_usable(folder: Path, closing: list[Engine]) -> None:
+    """Eight rows of logits need more memory on their way to the host than the rows of a pass."""
+    opened = open_on_gpu(model_path(folder, "llama"), MODES["all resident"], gpu=(gpu := RefusingGpu(4)), rows=8)
+    closing.append(opened.engine)
+    tokens, sequence = tokens_of(8, 3), opened.engine.new_sequence()
+    result = opened.engine.step([Chunk(sequence, tokens, "prompt", "all")])
+    assert result is not None
+    gpu.allowed = 0
+    with pytest.raises(CapacityError, match="staging memory: the host refuses"):
+        result.logits()
+    gpu.allowed = 1 << 30
+    result.keep()  # takes less, and must not find memory that has been given back
+    expected = pieces(open_on_gpu(model_path(folder, "llama"), MODES["all resident"], rows=8).engine, tokens, 8, 0)
+    assert np.array_equal(result.logits(), expected)
+
+
 @pytest.mark.parametrize("locked", [True, False], ids=["locked", "through the ring"])
 def test_a_file_truncated_under_the_mapping_is_named(folder: Path, tmp_path: Path, locked: bool) -> None:
     path = tmp_path / "model"

@@ -449,9 +449,10 @@ class CudaBackend:
 
     def _grow_staging(self, nbytes: int) -> Memory:
         if self._staging is None or nbytes > self._staging.nbytes:
-            if self._staging is not None:
+            old, self._staging = self._staging, None  # nothing, should the host refuse what is asked for now
+            if old is not None:
                 self._gpu.synchronize()
-                self._staging.close()
+                old.close()
             self._staging = self._gpu.allocate_host(nbytes, "staging memory")
         return self._staging
 
