@@ -12,6 +12,7 @@ from edge_transformer.cuda.kv_offload import contiguous_runs
 from edge_transformer.cuda.runtime import Gpu, Stream
 from edge_transformer.cuda.tile_memory import LockedTileMemory
 from edge_transformer.engine.kv import LayerTiles, TileGeometry
+from edge_transformer.errors import CapacityError
 from edge_transformer.ops.tensor import DType
 
 
@@ -61,6 +62,22 @@ def test_not_all_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for run in [memory.allocate(4096) for _ in range(3)]:
         run.close()
     assert [block.closed for block in gpu.blocks] == [False, False, True]
+
+
+def test_memory_kept_for_other_runs_gives_way_where_more_is_refused() -> None:
+    class Full(OneBehindTheOther):
+        def allocate_host(self, nbytes: int, what: str) -> Block:
+            if sum(block.nbytes for block in self.blocks if not block.closed) + nbytes > 20_000:
+                raise CapacityError(what)
+            return super().allocate_host(nbytes, what)
+
+    memory = LockedTileMemory(cast(Gpu, Full()), cast(Stream, None))
+    used = memory.allocate(4096)
+    for run in [memory.allocate(4096) for _ in range(2)]:
+        run.close()
+    assert memory.allocate(8192).address != used.address
+    with pytest.raises(CapacityError):
+        memory.allocate(8192)
 
 
 def test_no_copy_crosses_from_one_allocation_into_the_next() -> None:

@@ -136,6 +136,13 @@ class LockedTileMemory:
         for index, memory in enumerate(self._idle):
             if memory.nbytes == nbytes + RUN_GAP_BYTES:
                 return _LockedRun(self, self._idle.pop(index))
+        try:
+            return _LockedRun(self, self._lock(nbytes))
+        except CapacityError:
+            if not self._idle:
+                raise
+        while self._idle:  # of other sizes
+            self._idle.pop().close()
         return _LockedRun(self, self._lock(nbytes))
 
     def give_back(self, memory: Memory) -> None:
