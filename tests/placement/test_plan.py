@@ -187,6 +187,15 @@ def test_a_streamed_output_projection_alone_has_two_slots_of_its_own() -> None:
     assert ("2 slots for the streamed output projection", 2 * 12800 * 1024) in plan.ledger
 
 
+@pytest.mark.parametrize(
+    ("resident", "what"),
+    [(-1, "a part of the output projection"), (0, "8 streamed layers and a part of the output projection")],
+)
+def test_the_ledger_says_that_a_split_output_projection_passes_through_slots(resident: int, what: str) -> None:
+    plan = make_plan(DEMAND, Wishes(1024 * MIB, resident_layers=resident, head=HeadPlace.SPLIT))
+    assert (f"2 slots for {what}", 2 * plan.slot_bytes) in plan.ledger
+
+
 def test_where_layers_are_streamed_the_planner_streams_the_output_projection_too() -> None:
     plan = make_plan(DEMAND, Wishes(100 * MIB))
     assert plan.head is HeadPlace.STREAMED

@@ -82,7 +82,8 @@ class GpuSettings:
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
     """What the user asked for. `context_length`: what a resident KV cache has room for. measure: let measured rates of
-    the bus and the CPU choose the output projection's place, where it is open and something is streamed. kv_bytes: of a
+    the bus and the CPU choose the output projection's place, or where it is split, where that is open and something is
+    streamed. kv_bytes: of a
     resident KV cache (None: what `sequences` and `context_length` need).
     """
 

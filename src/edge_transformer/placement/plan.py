@@ -289,8 +289,10 @@ def _head_block_rows(rows: int, pitches: Sequence[int], room: int) -> int:
 
 
 def _streamed_parts(layers: int, head: HeadPlace) -> str:
-    parts = [f"{layers} streamed layers"] if layers or head is not HeadPlace.STREAMED else []
-    return " and ".join(parts + ["the streamed output projection"] * (head is HeadPlace.STREAMED))
+    """What passes through the slots."""
+    of_head = {HeadPlace.STREAMED: "the streamed output projection", HeadPlace.SPLIT: "a part of the output projection"}
+    parts = [f"{layers} streamed layers"] if layers or head not in of_head else []
+    return " and ".join([*parts, of_head[head]] if head in of_head else parts)
 
 
 def _token_seconds(demand: Demand, plan: Plan, rates: Rates) -> tuple[float, float]:
