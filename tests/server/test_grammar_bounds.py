@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from edge_transformer.server import grammar_trial
+from edge_transformer.server import grammar_bounds, grammar_trial
 from edge_transformer.server.errors import ApiError
 from edge_transformer.server.grammar import json_grammar
 from edge_transformer.server.grammar_bounds import GrammarBounds
@@ -106,3 +106,14 @@ def test_where_no_process_can_be_had_the_schema_is_not_blamed(monkeypatch: pytes
     for _ in range(2):
         with pytest.raises(RuntimeError, match="cannot be tried"):
             bounds.check(json_grammar({"multipleOf": 3}, "x"), "x")
+
+
+def test_a_trial_that_had_no_time_says_nothing_about_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine was busy: a later request with the same schema gets its answer."""
+    bounds, grammar = GrammarBounds(), json_grammar({"type": "integer", "multipleOf": 3}, "x")
+    with monkeypatch.context() as busy:
+        busy.setattr(grammar_bounds, "WAIT_SECONDS", 1e-3)
+        with pytest.raises(ApiError, match="try again") as error:
+            bounds.check(grammar, "x")
+    assert error.value.status == 503
+    bounds.check(grammar, "x")

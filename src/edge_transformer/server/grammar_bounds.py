@@ -66,7 +66,7 @@ class GrammarBounds:
             )
 
     def _try(self, grammar: str) -> bool:
-        """Raises RuntimeError where the process cannot be had."""
+        """Raises RuntimeError where the process cannot be had; ApiError where it had no time."""
         if not self._places.acquire(timeout=WAIT_SECONDS):
             raise ApiError(503, "other schemas are being compiled; try again", code="busy", retry_after=SECONDS)
         command = [sys.executable, "-P", "-m", grammar_trial.__name__, str(SECONDS), str(MEMORY_BYTES)]
@@ -74,8 +74,8 @@ class GrammarBounds:
             ended = subprocess.run(
                 command, input=grammar.encode(), capture_output=True, timeout=WAIT_SECONDS, check=False
             )
-        except subprocess.TimeoutExpired:
-            return False
+        except subprocess.TimeoutExpired as error:  # says nothing about the grammar: there was no time
+            raise ApiError(503, "a schema could not be tried yet; try again", code="busy", retry_after=60) from error
         finally:
             self._places.release()
         if grammar_trial.BEGUN.encode() not in ended.stdout:
