@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 import edge_transformer.engine.gpu as engine_on_gpu
+from edge_transformer.cli.ledger import ledger
 from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
 from edge_transformer.engine.rates import COPY_BYTES, measured_rates
 from edge_transformer.engine.weights import HostWeights
+from edge_transformer.errors import CapacityError
 from edge_transformer.formats.open import open_checkpoint
 from edge_transformer.formats.weight import Weight, WeightFormat, packed_layout
 from edge_transformer.memory import HostMemory
@@ -64,6 +66,26 @@ def test_nothing_is_measured_where_the_place_is_given_or_all_is_resident(
     for wishes in (given, Wishes(1 << 28, kv_offload=False)):
         plan, calls = plan_of(tmp_path, wishes, monkeypatch, 1e9)
         assert (plan.rates, calls) == (None, 0)
+
+
+def test_where_nothing_can_be_measured_the_model_opens_all_the_same_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> Rates:
+        raise CapacityError("a copy that measures the bus: 5 bytes are free")
+
+    model = MODELS["llama"]
+    checkpoint = open_checkpoint(write_hf(tmp_path / "llama", model.config, make_weights(model)))
+    spec = read_model(checkpoint)
+    weights = HostWeights(checkpoint, spec)
+    options = GpuOptions(Wishes(1 << 28, resident_layers=0, kv_offload=True), 512, measure=True)
+    monkeypatch.setattr(engine_on_gpu, "measured_rates", refused)
+    engine, plan = open_gpu_engine(
+        EmulatedGpu(0), checkpoint, spec, weights, CpuBackend(1), DType.F32, options, max_rows=16
+    )
+    engine.close()
+    assert plan.rates is None
+    assert "without measuring the bus and the CPU: a copy that measures the bus: 5 bytes are free" in ledger(plan)
 
 
 @pytest.mark.parametrize(("host_head", "place"), [(1e9, HeadPlace.CPU), (1e3, HeadPlace.STREAMED)])

@@ -172,6 +172,7 @@ def test_a_split_output_projection_has_rows_on_both_sides(
     plan = make_plan(demand, Wishes(1 << 50, resident_layers=resident, head=HeadPlace.SPLIT), Rates(bus, host_head))
     assert 1 <= plan.head_block_rows <= plan.head_streamed_rows <= rows
     assert plan.head_streamed_rows < rows or rows <= 64
+    assert plan.head is (HeadPlace.SPLIT if rows > 64 else HeadPlace.STREAMED)
     on_the_bus, on_the_cpu = plan.head_streamed_rows * 1024 / bus, (rows - plan.head_streamed_rows) * 1024 / host_head
     ahead = min(plan.slots * plan.slot_bytes, (8 - resident) * 40 * MIB) / bus
     step = 2 * 64 * 1024 * (1 / bus + 1 / host_head)

@@ -31,6 +31,10 @@ def ledger(plan: Plan) -> str:
             head = "the output projection" if plan.head == "streamed" else "a part of the output projection"
             parts = f"{parts} and {head}" if streamed else head
         lines.append(f"  {parts}: {size(plan.streamed_bytes)} over the bus each pass")
+    if plan.unmeasured:
+        lines.append(
+            f"  the output projection's place was chosen without measuring the bus and the CPU: {plan.unmeasured}"
+        )
     if plan.ring is not None:
         lines.append(f"  {_ring(plan.ring)}")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from edge_transformer.engine.kv import LARGEST_RUN_BYTES, RecurrentMemory, TileG
 from edge_transformer.engine.rates import measured_rates
 from edge_transformer.engine.traced import TracedEngine, traced_host
 from edge_transformer.engine.weights import HostWeights
-from edge_transformer.errors import UsageError
+from edge_transformer.errors import CapacityError, UsageError
 from edge_transformer.formats.checkpoint import Checkpoint
 from edge_transformer.formats.weight import round_up
 from edge_transformer.hub.progress import Progress, silent
@@ -158,8 +158,12 @@ def open_gpu_engine(
     capacity, demand = sized(rows)
     plan = make_plan(demand, options.wishes)
     if options.measure and options.wishes.head in (None, HeadPlace.SPLIT) and plan.slots:
-        rates = measured_rates(gpu, host, host_weights.head, options.sequences)
-        plan = replace(make_plan(demand, options.wishes, rates), rates=rates)
+        try:
+            rates = measured_rates(gpu, host, host_weights.head, options.sequences)
+        except CapacityError as refused:  # the plan that stands may need less than that
+            plan = replace(plan, unmeasured=str(refused))
+        else:
+            plan = replace(make_plan(demand, options.wishes, rates), rates=rates)
     if max_rows is None and plan.slots == 0 and plan.kv is KvPlace.GPU:
         more = _rows_to_occupy(gpu.properties.multiprocessors)
         while more > rows:

@@ -120,8 +120,8 @@ class Plan:
     """The answer. `resident[layer]`; `unit_layers`: a slot holds a whole layer, else one segment; slot_bytes of each of
     `slots` slots (0 slots when all is resident). streamed_bytes: weights that each pass moves over the bus, those of
     an output projection among them. head_streamed_rows: its first rows that are streamed, all, some or none;
-    head_block_rows: of these, rows in a slot. rates: what was measured to choose its place, where that was done. ring:
-    known once the weights are opened.
+    head_block_rows: of these, rows in a slot. rates: what was measured to choose its place, where that was done;
+    unmeasured: why it could not be, where it should have been. ring: known once the weights are opened.
     """
 
     resident: tuple[bool, ...]
@@ -135,6 +135,7 @@ class Plan:
     head_streamed_rows: int = 0
     head_block_rows: int = 0
     rates: Rates | None = None
+    unmeasured: str = ""
     ring: RingCost | None = None
 
     @property
@@ -235,6 +236,7 @@ def _plan(
         if head is HeadPlace.SPLIT:
             ahead = min(slots * room, sum(map(sum, streamed)))
             streamed_rows = _head_rows_of_the_bus(demand, ahead, rates)
+            head = HeadPlace.SPLIT if streamed_rows < demand.head_rows else HeadPlace.STREAMED  # too few to split
         block_rows = _head_block_rows(streamed_rows, demand.head_pitches, room)
         units.append(head_block_bytes(block_rows, demand.head_pitches))
     slots = slots if units else 0
