@@ -215,3 +215,10 @@ def test_raw_prompt_must_be_text(llm: LLM) -> None:
 def test_a_generation_prints_as_its_text(llm: LLM) -> None:
     generation = llm.generate("a", raw=True, max_tokens=4, ignore_eos=True)
     assert f"{generation}" == str(generation) == generation.text
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_an_empty_prompt_is_refused(llm: LLM, raw: bool) -> None:
+    for use in (llm.encode, llm.generate):
+        with pytest.raises(UsageError, match="the prompt is empty"):
+            use("", raw=raw)

@@ -107,11 +107,16 @@ def _rich_progress() -> Any:
 def statistics(generation: Generation) -> str:
     """One line: tokens and rates of prompt and answer, load time, the process's peak memory."""
     timings = generation.timings
-    kept = timings.prompt_tokens - timings.processed_tokens
+    if generation.finish_reason == "interrupted" and not timings.generated_tokens:
+        prompt = f"prompt {timings.prompt_tokens} tokens, interrupted after reading {timings.processed_tokens}"
+    else:
+        kept = timings.prompt_tokens - timings.processed_tokens
+        prompt = f"prompt {timings.prompt_tokens} tokens{f' ({kept} kept)' if kept else ''}"
+    ended = {"length": " (ended by --max-tokens)", "context": " (ended by a full context)"}
     return (
-        f"prompt {timings.prompt_tokens} tokens{f' ({kept} kept)' if kept else ''}"
-        f", {timings.prefill_tokens_per_s:.1f} tok/s"
-        f" | answer {timings.generated_tokens} tokens, {timings.decode_tokens_per_s:.1f} tok/s"
+        f"{prompt}, {timings.prefill_tokens_per_s:.1f} tok/s"
+        f" | answer {timings.generated_tokens} tokens{ended.get(generation.finish_reason, '')}"
+        f", {timings.decode_tokens_per_s:.1f} tok/s"
         f" | load {timings.load_s:.2f} s | peak memory {size(peak_memory())}"
     )
 

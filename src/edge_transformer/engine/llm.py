@@ -169,8 +169,10 @@ class LLM:
     def encode(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
         """Token ids of a prompt: chat messages, or a text (one user message; with raw=True the text itself).
 
-        Raises TextError when there is no chat template, or it refuses the messages.
+        Raises UsageError for an empty text, TextError when there is no chat template, or it refuses the messages.
         """
+        if isinstance(prompt, str) and not prompt:
+            raise UsageError("the prompt is empty")
         if raw:
             if not isinstance(prompt, str):
                 raise UsageError("raw=True takes a text, not messages")
