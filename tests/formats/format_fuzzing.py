@@ -37,8 +37,7 @@ from formats.sample_files import (
     text_value,
 )
 
-# Of CPU time while allocations are traced, which takes three times as long. The dearest file takes half of it.
-SECONDS_LIMIT = 4.0
+SECONDS_LIMIT = 2.0
 SMALL_CONSTANT = 4 << 20  # what a parse may take beyond twice the file; sample files are smaller than this
 RSS_CONSTANT = 64 << 20  # allocator slack and libraries loaded on the way
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import numpy as np
 
 from edge_transformer.errors import FormatError
 from edge_transformer.formats.mapping import MappedModelFile
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 MAX_NAME_BYTES = 65535  # keys, by the specification; tensor names are shorter still
 
@@ -28,17 +33,20 @@ class Cursor:
 
     def take(self, nbytes: int, what: str) -> memoryview:
         """The next `nbytes` bytes, shared with the mapping."""
-        if nbytes > self.remaining:
-            raise self.fail(f"ends inside {what}, which needs {nbytes} bytes where {self.remaining} are left")
-        start = self.position
-        self.position += nbytes
+        start = self._pass(nbytes, what)
         return self._bytes[start : self.position]
 
+    def unpack(self, form: struct.Struct, what: str) -> tuple[Any, ...]:
+        """The next values, as `form` (little-endian) lays them out."""
+        return form.unpack_from(self._bytes, self._pass(form.size, what))
+
     def u32(self, what: str) -> int:
-        return int.from_bytes(self.take(4, what), "little")
+        (value,) = self.unpack(_U32, what)
+        return int(value)
 
     def u64(self, what: str) -> int:
-        return int.from_bytes(self.take(8, what), "little")
+        (value,) = self.unpack(_U64, what)
+        return int(value)
 
     def number(self, dtype: np.dtype[np.generic], what: str) -> int | float | bool:
         """One value of a numeric type or a bool, as a Python number."""
@@ -57,3 +65,11 @@ class Cursor:
             return str(self.take(nbytes, what), "utf-8")
         except UnicodeDecodeError as error:
             raise self.fail(f"{what} is not UTF-8: {error.reason}") from error
+
+    def _pass(self, nbytes: int, what: str) -> int:
+        """Where the next `nbytes` bytes begin; the position is after them."""
+        start = self.position
+        if nbytes > len(self._bytes) - start:
+            raise self.fail(f"ends inside {what}, which needs {nbytes} bytes where {self.remaining} are left")
+        self.position = start + nbytes
+        return start

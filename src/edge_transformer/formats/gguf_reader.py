@@ -20,7 +20,7 @@ from edge_transformer.formats.gguf_types import (
     ValueType,
 )
 from edge_transformer.formats.mapping import MappedModelFile
-from edge_transformer.formats.weight import FORMATS
+from edge_transformer.formats.weight import FORMATS, WeightFormat
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -31,6 +31,8 @@ MAX_TENSORS = 32_768
 MAX_ARRAY_DEPTH = 4
 MAX_NESTED_ARRAYS = 4_096
 MAX_DIMENSIONS = 4
+# Of an entry of the tensor index, by its dimensions: the sizes, the type, the offset.
+_ENTRIES = tuple(struct.Struct(f"<{dimensions}QIQ") for dimensions in range(MAX_DIMENSIONS + 1))
 MAX_ALIGNMENT = 1 << 20
 SMALL_STRING_BYTES = 1 << 20  # strings outside arrays may take this much in all, or a quarter of the file
 
@@ -164,24 +166,23 @@ class _Reader:
         return alignment
 
     def _read_tensors(self, count: int, alignment: int) -> dict[str, TensorInfo]:
-        relative = [self._read_tensor(index, alignment) for index in range(count)]
+        # The index says where tensors lie from the start of the data, which is known at the index's end.
+        entries = [self._read_tensor(index, alignment) for index in range(count)]
         data_start = -(-self.cursor.position // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
-        for info in relative:
-            if info.name in tensors:
-                raise FormatError(self.file.path, "is there twice", tensor=info.name)
-            end = data_start + info.offset + info.nbytes
-            if end > self.file.nbytes:
-                reason = f"lies at bytes {data_start + info.offset} to {end} of a file of {self.file.nbytes}"
-                raise FormatError(self.file.path, reason, tensor=info.name)
-            tensors[info.name] = TensorInfo(
-                info.name, info.shape, info.format, info.file, data_start + info.offset, info.nbytes
-            )
+        for name, shape, kind, offset, nbytes in entries:
+            if name in tensors:
+                raise FormatError(self.file.path, "is there twice", tensor=name)
+            start = data_start + offset
+            if start + nbytes > self.file.nbytes:
+                reason = f"lies at bytes {start} to {start + nbytes} of a file of {self.file.nbytes}"
+                raise FormatError(self.file.path, reason, tensor=name)
+            tensors[name] = TensorInfo(name, shape, kind, self.file, start, nbytes)
         self._check_overlaps(tensors)
         return tensors
 
-    def _read_tensor(self, index: int, alignment: int) -> TensorInfo:
-        """One entry of the index, its offset still relative to the start of the data."""
+    def _read_tensor(self, index: int, alignment: int) -> tuple[str, tuple[int, ...], WeightFormat, int, int]:
+        """One entry of the index: name, shape, format, offset from the start of the data, bytes."""
         cursor = self.cursor
         name = cursor.string(f"the name of tensor {index}", MAX_NAME_BYTES)
         if not name:
@@ -191,7 +192,7 @@ class _Reader:
         if dimensions > MAX_DIMENSIONS:
             reason = f"has {dimensions} dimensions; at most {MAX_DIMENSIONS} are possible"
             raise FormatError(self.file.path, reason, tensor=name)
-        *sizes, number, offset = struct.unpack(f"<{dimensions}QIQ", cursor.take(8 * dimensions + 12, what))
+        *sizes, number, offset = cursor.unpack(_ENTRIES[dimensions], what)
         if number not in READ_TENSOR_TYPES:
             known = TENSOR_TYPE_NAMES.get(number, f"number {number}, which is unknown")
             readable = ", ".join(READ_TENSOR_TYPES.values())
@@ -208,7 +209,7 @@ class _Reader:
         if offset % alignment:
             raise FormatError(self.file.path, f"has offset {offset}, no multiple of {alignment}", tensor=name)
         nbytes = values // spec.block_cols * spec.file_block_bytes
-        return TensorInfo(name, tuple(reversed(sizes)), spec.format, self.file, offset, nbytes)
+        return name, tuple(reversed(sizes)), spec.format, offset, nbytes
 
     def _check_overlaps(self, tensors: dict[str, TensorInfo]) -> None:
         position = 0
