@@ -5,26 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_transformer.engine.kv import Allocation, HostTileMemory, LayerTiles, TileGeometry
+from edge_transformer.cuda.tile_memory import LockedTileMemory
+from edge_transformer.engine.kv import HostTileMemory, LayerTiles, TileGeometry
 from edge_transformer.engine.kv_budget import BudgetedTileMemory
 from edge_transformer.engine.sequence import Sequence, StateShape
 from edge_transformer.errors import CapacityError
 from edge_transformer.ops.tensor import DType
+from emulator.gpu import EmulatedGpu
+from emulator.memory import EmulatedMemory
 
 GEOMETRY = TileGeometry(1, 8, DType.F32, None)
 WINDOWED = TileGeometry(1, 8, DType.F32, 600)
 TILE = GEOMETRY.tile_bytes
-
-
-class CountingRuns(HostTileMemory):
-    """Stands for page-locked memory: in runs, and slow to make."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def allocate(self, nbytes: int) -> Allocation:
-        self.made += 1
-        return super().allocate(nbytes)
 
 
 def test_the_budget_is_kept_and_what_is_given_back_is_used_again() -> None:
@@ -40,18 +32,30 @@ def test_the_budget_is_kept_and_what_is_given_back_is_used_again() -> None:
     assert memory.peak_bytes == 3 * TILE
 
 
-def test_runs_are_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = CountingRuns()
-    monkeypatch.setattr("edge_transformer.engine.kv_budget.HostTileMemory", type("None_", (), {}))
+class CountingGpu(EmulatedGpu):
+    """Counts how often host memory is page-locked, which takes long."""
+
+    locked = 0
+
+    def allocate_host(self, nbytes: int, what: str) -> EmulatedMemory:
+        self.locked += 1
+        return super().allocate_host(nbytes, what)
+
+
+def test_runs_are_kept_for_the_next_within_the_budget() -> None:
+    gpu = CountingGpu(0)
+    runs = LockedTileMemory(gpu, gpu.stream("compute"))
     memory = BudgetedTileMemory(runs, 10 * TILE)
+    assert memory.on_host
     first = memory.allocate(4 * TILE)
     first.close()
     again = memory.allocate(4 * TILE)
-    assert (runs.made, again.address) == (1, first.address)
+    assert (gpu.locked, again.address) == (1, first.address)
     again.close()
     memory.allocate(8 * TILE)  # would not fit beside what is kept
-    assert runs.made == 2
+    assert gpu.locked == 2
     assert memory.used_bytes == 8 * TILE
+    assert 8 * TILE <= runs.locked_bytes <= 10 * TILE
 
 
 def test_a_tile_whose_copy_is_refused_stays_shared() -> None:

@@ -95,7 +95,7 @@ one behind the other are copied at once."""
 
 
 IDLE_RUN_BYTES = 256 << 20
-"""Page-locked memory that is kept for runs to come."""
+"""Page-locked memory that is kept for runs to come, where nobody has said how much all runs may take."""
 
 
 class _LockedRun:
@@ -118,39 +118,61 @@ class LockedTileMemory:
     """Tiles in page-locked host memory: kernels append to them over the bus, copies bring runs of them to the GPU.
 
     Locking a run takes several times as long as copying it, so that runs are locked before a prompt waits for them, and
-    kept when they are given back.
+    kept when they are given back. within_bytes: what all runs may take, those included that wait for use (None:
+    IDLE_RUN_BYTES for the latter). locked_bytes: what they take now.
     """
 
     run_bytes = HOST_RUN_BYTES
 
     def __init__(self, gpu: Gpu, stream: Stream) -> None:
+        self.within_bytes: int | None = None
         self._gpu = gpu
         self._stream = stream
         self._idle: list[Memory] = []
+        self._lent_bytes = 0
+
+    @property
+    def locked_bytes(self) -> int:
+        return self._lent_bytes + self._idle_bytes
 
     def have_ready(self, sizes: Iterable[int]) -> None:
         """Lock memory for runs of so many bytes each. Raises CapacityError when the host refuses."""
         self._idle += [self._lock(nbytes) for nbytes in sizes]
 
     def allocate(self, nbytes: int) -> _LockedRun:
-        for index, memory in enumerate(self._idle):
-            if memory.nbytes == nbytes + RUN_GAP_BYTES:
-                return _LockedRun(self, self._idle.pop(index))
-        try:
-            return _LockedRun(self, self._lock(nbytes))
-        except CapacityError:
-            if not self._idle:
-                raise
-        while self._idle:  # of other sizes
-            self._idle.pop().close()
-        return _LockedRun(self, self._lock(nbytes))
+        index = next((i for i, idle in enumerate(self._idle) if idle.nbytes == nbytes + RUN_GAP_BYTES), None)
+        memory = self._lock_in_place_of_idle(nbytes) if index is None else self._idle.pop(index)
+        self._lent_bytes += memory.nbytes
+        return _LockedRun(self, memory)
 
     def give_back(self, memory: Memory) -> None:
         """Called by what `allocate` gave."""
-        if sum(idle.nbytes for idle in self._idle) + memory.nbytes > IDLE_RUN_BYTES:
+        self._lent_bytes -= memory.nbytes
+        room = IDLE_RUN_BYTES if self.within_bytes is None else self.within_bytes - self._lent_bytes
+        if self._idle_bytes + memory.nbytes > room:
             memory.close()
         else:
             self._idle.append(memory)
+
+    @property
+    def _idle_bytes(self) -> int:
+        return sum(idle.nbytes for idle in self._idle)
+
+    def _lock_in_place_of_idle(self, nbytes: int) -> Memory:
+        """Idle runs, which are of other sizes, give way where all may not take so much, or the host refuses."""
+        if self.within_bytes is not None and self.locked_bytes + nbytes > self.within_bytes:
+            self._unlock_idle()
+        try:
+            return self._lock(nbytes)
+        except CapacityError:
+            if not self._idle:
+                raise
+        self._unlock_idle()
+        return self._lock(nbytes)
+
+    def _unlock_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
 
     def _lock(self, nbytes: int) -> Memory:
         return self._gpu.allocate_host(nbytes + RUN_GAP_BYTES, "KV tiles on the host")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from edge_transformer.cuda.tile_memory import LockedTileMemory
 from edge_transformer.engine.kv import Allocation, HostTileMemory, TileMemory
 from edge_transformer.errors import CapacityError
 from edge_transformer.memory import HostMemory
@@ -17,9 +18,8 @@ SLAB_BYTES = 16 << 20
 
 
 class BudgetedTileMemory:
-    """A TileMemory that refuses what would exceed `budget_bytes`. `used_bytes`: what is allocated now.
-
-    Memory in runs (page-locked, which takes long to make) is kept when it is given back, for the next that asks.
+    """A TileMemory that refuses what would exceed `budget_bytes`. `used_bytes`: what is allocated now. Page-locked runs
+    that are given back are kept for the next within the same budget.
     """
 
     def __init__(self, inner: TileMemory, budget_bytes: int) -> None:
@@ -27,10 +27,9 @@ class BudgetedTileMemory:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._inner: TileMemory = PooledHostMemory() if isinstance(inner, HostTileMemory) else inner
-        self.on_host = isinstance(inner, HostTileMemory) or inner.run_bytes > 1
-        """A GPU's arena hands tiles out one by one; what comes in runs is page-locked host memory."""
-        self._spare: dict[int, list[Allocation]] = {}
-        self._spare_bytes = 0
+        self.on_host = isinstance(inner, HostTileMemory | LockedTileMemory)
+        if isinstance(inner, LockedTileMemory):
+            inner.within_bytes = budget_bytes
         self.run_bytes = self._inner.run_bytes
 
     def allocate(self, nbytes: int) -> Allocation:
@@ -40,13 +39,7 @@ class BudgetedTileMemory:
                 f"KV caches hold {self.used_bytes} bytes; {nbytes} more exceed their budget of {self.budget_bytes} "
                 "(--kv-budget)"
             )
-        if self._spare.get(nbytes):
-            allocation = self._spare[nbytes].pop()
-            self._spare_bytes -= nbytes
-        else:
-            if self.used_bytes + self._spare_bytes + nbytes > self.budget_bytes:
-                self.release_spare()
-            allocation = self._inner.allocate(nbytes)
+        allocation = self._inner.allocate(nbytes)
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return _Counted(self, allocation, nbytes)
@@ -54,19 +47,7 @@ class BudgetedTileMemory:
     def give_back(self, allocation: Allocation, nbytes: int) -> None:
         """Called by what `allocate` gave."""
         self.used_bytes -= nbytes
-        if self.run_bytes > 1:
-            self._spare.setdefault(nbytes, []).append(allocation)
-            self._spare_bytes += nbytes
-        else:
-            allocation.close()
-
-    def release_spare(self) -> None:
-        """Close what is kept for the next that asks."""
-        for allocations in self._spare.values():
-            for allocation in allocations:
-                allocation.close()
-        self._spare.clear()
-        self._spare_bytes = 0
+        allocation.close()
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         self._inner.copy(destination, source, nbytes)

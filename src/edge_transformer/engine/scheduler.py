@@ -167,7 +167,7 @@ class Scheduler:
         self._live.clear()
         self._waiting.clear()
         give_back: list[Callable[[], None]] = [partial(self._close, live) for live in left]
-        for call in (*give_back, self._cache.clear, self.memory.release_spare):
+        for call in (*give_back, self._cache.clear):
             with suppress(EdgeTransformerError):
                 call()
 
