@@ -4,6 +4,10 @@ All derive from `EdgeTransformerError`, so that a caller can catch one type; the
 code.
 """
 
+import errno
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
 
 class EdgeTransformerError(Exception):
     """Base of all errors raised on purpose by this package."""
@@ -70,6 +74,13 @@ class CapacityError(EdgeTransformerError):
     exit_code = 9
 
 
+class StorageError(EdgeTransformerError):
+    """A file or folder cannot be read, written or deleted.
+
+    Names what it is for, the file, the system's reason, and what to do.
+    """
+
+
 class GpuError(EdgeTransformerError):
     """A call of the GPU driver or compiler failed; names the call, its arguments and what was being done."""
 
@@ -80,3 +91,16 @@ class UsageError(EdgeTransformerError):
     """An argument has a value outside its range; names argument, value and range."""
 
     exit_code = 2
+
+
+def system_reason(error: OSError) -> str:
+    """What the system refuses, for people: `FILE: reason`, or the reason alone where no file is known."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if error.filename is None else f"{error.filename}: {reason}"
+
+
+def storage_error(error: OSError, what: str, remedy: str) -> StorageError | CapacityError:
+    """The error for `what`, which the system refused: a CapacityError where the disk is full. remedy: what to do."""
+    if error.errno in DISK_FULL:
+        return CapacityError(f"{what}: {system_reason(error)}; make room, or {remedy}")
+    return StorageError(f"{what}: {system_reason(error)}; {remedy}")

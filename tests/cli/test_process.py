@@ -1,5 +1,6 @@
 """`ete` as a process: signals, pipes, streams that close, what help imports, terminals."""
 
+import errno
 import os
 import pty
 import select
@@ -9,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 
 from edge_transformer.cli.console import progress_bar
+from edge_transformer.cli.main import exit_codes
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_llm.py"))]
 REAL = [sys.executable, "-c", "from edge_transformer.cli.entry import main; main()"]
@@ -182,11 +185,31 @@ def test_without_a_prompt_on_a_terminal_the_program_asks_for_one_instead_of_hang
     assert b"No prompt" in on_a_terminal([*FAKE, "run", "m"], {})
 
 
-def test_a_disk_full_under_standard_output_is_an_error_with_its_reason() -> None:
+@pytest.mark.parametrize(
+    "arguments", [["run", "m", "hello"], ["run", "m", "hello", "--json"], ["list", "--json"], ["-h"]]
+)
+def test_a_disk_full_under_standard_output_is_an_error_with_its_reason(arguments: list[str]) -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run([*FAKE, "run", "m", "hello"], stdout=full, stderr=subprocess.PIPE)
-    assert done.returncode == 1
-    assert done.stderr == b"Error: [Errno 28] No space left on device\n"
+        done = subprocess.run([*FAKE, *arguments], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 9
+    expected = b"Error: standard output: No space left on device; make room, or write elsewhere\n"
+    assert done.stderr == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [
+        (errno.ENOSPC, 9, "folder/file: No space left on device; make room, or write elsewhere"),
+        (errno.EROFS, 1, "folder/file: Read-only file system"),
+    ],
+)
+def test_what_the_system_refuses_elsewhere_is_not_laid_to_standard_output(
+    number: int, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(click.exceptions.Exit) as caught, exit_codes():
+        raise OSError(number, os.strerror(number), "folder/file")
+    assert caught.value.exit_code == code
+    assert capsys.readouterr().err == f"Error: {told}\n"
 
 
 def test_a_cache_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:

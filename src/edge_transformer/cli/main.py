@@ -16,7 +16,8 @@ from typing import Any
 import click
 
 import edge_transformer
-from edge_transformer.errors import EdgeTransformerError
+from edge_transformer.cli.output import name_standard_output
+from edge_transformer.errors import DISK_FULL, CapacityError, EdgeTransformerError, system_reason
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -71,10 +72,11 @@ def exit_codes() -> Iterator[None]:
     except BrokenPipeError as error:
         _discard_output()
         raise click.exceptions.Exit(BROKEN_PIPE) from error
-    except OSError as error:  # a cache folder that cannot be written, a disk full under standard output
+    except OSError as error:
+        full = error.errno in DISK_FULL
         _discard_output()
-        click.echo(f"Error: {error}", err=True)
-        raise click.exceptions.Exit(1) from error
+        click.echo(f"Error: {system_reason(error)}{'; make room, or write elsewhere' if full else ''}", err=True)
+        raise click.exceptions.Exit(CapacityError.exit_code if full else 1) from error
 
 
 def _discard_output() -> None:
@@ -132,6 +134,7 @@ def main() -> None:
         # A terminal that cannot show a character shows a question mark, and the program goes on.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    name_standard_output()
     ete(prog_name="ete")
 
 
