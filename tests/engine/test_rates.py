@@ -39,6 +39,17 @@ def test_rates_are_measured_and_the_memory_is_given_back(rows: int, sequences: i
     assert all(np.isfinite(rate) and rate > 1e5 for rate in (rates.bus, rates.host_head))
 
 
+def opened_plan(folder: Path, wishes: Wishes, gpu: EmulatedGpu) -> Plan:
+    """Of a tiny model, its rates measured."""
+    model = MODELS["llama"]
+    checkpoint = open_checkpoint(write_hf(folder / "llama", model.config, make_weights(model)))
+    spec = read_model(checkpoint)
+    weights, options = HostWeights(checkpoint, spec), GpuOptions(wishes, 512, measure=True)
+    engine, plan = open_gpu_engine(gpu, checkpoint, spec, weights, CpuBackend(1), DType.F32, options, max_rows=16)
+    engine.close()
+    return plan
+
+
 def plan_of(folder: Path, wishes: Wishes, monkeypatch: pytest.MonkeyPatch, host_head: float) -> tuple[Plan, int]:
     """The plan of a tiny model when these rates are measured, and how often they were."""
     calls = []
@@ -48,15 +59,7 @@ def plan_of(folder: Path, wishes: Wishes, monkeypatch: pytest.MonkeyPatch, host_
         return Rates(1e6, host_head)
 
     monkeypatch.setattr(engine_on_gpu, "measured_rates", measured)
-    model = MODELS["llama"]
-    checkpoint = open_checkpoint(write_hf(folder / "llama", model.config, make_weights(model)))
-    spec = read_model(checkpoint)
-    weights, options = HostWeights(checkpoint, spec), GpuOptions(wishes, 512, measure=True)
-    engine, plan = open_gpu_engine(
-        EmulatedGpu(0), checkpoint, spec, weights, CpuBackend(1), DType.F32, options, max_rows=16
-    )
-    engine.close()
-    return plan, len(calls)
+    return opened_plan(folder, wishes, EmulatedGpu(0)), len(calls)
 
 
 def test_nothing_is_measured_where_the_place_is_given_or_all_is_resident(
@@ -74,18 +77,21 @@ def test_where_nothing_can_be_measured_the_model_opens_all_the_same_and_says_so(
     def refused(*_: object) -> Rates:
         raise CapacityError("a copy that measures the bus: 5 bytes are free")
 
-    model = MODELS["llama"]
-    checkpoint = open_checkpoint(write_hf(tmp_path / "llama", model.config, make_weights(model)))
-    spec = read_model(checkpoint)
-    weights = HostWeights(checkpoint, spec)
-    options = GpuOptions(Wishes(1 << 28, resident_layers=0, kv_offload=True), 512, measure=True)
     monkeypatch.setattr(engine_on_gpu, "measured_rates", refused)
-    engine, plan = open_gpu_engine(
-        EmulatedGpu(0), checkpoint, spec, weights, CpuBackend(1), DType.F32, options, max_rows=16
-    )
-    engine.close()
+    plan = opened_plan(tmp_path, Wishes(1 << 28, resident_layers=0, kv_offload=True), EmulatedGpu(0))
     assert plan.rates is None
     assert "without measuring the bus and the CPU: a copy that measures the bus: 5 bytes are free" in ledger(plan)
+
+
+def test_rates_that_a_ring_would_not_keep_choose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = Wishes(1 << 28, resident_layers=0, kv_offload=True, head=HeadPlace.GPU)
+    budget = plan_of(tmp_path, everything, monkeypatch, 1.0)[0].arena_bytes - 256
+    wishes = Wishes(budget, resident_layers=0, kv_offload=True)
+    assert plan_of(tmp_path, wishes, monkeypatch, 1e9)[0].head is HeadPlace.CPU
+    plan = opened_plan(tmp_path, wishes, EmulatedGpu(0, refuse_registration=True))
+    assert plan.head is HeadPlace.STREAMED
+    assert plan.rates is None
+    assert "without measuring the bus and the CPU: the host refuses to page-lock weights" in ledger(plan)
 
 
 @pytest.mark.parametrize(("host_head", "place"), [(1e9, HeadPlace.CPU), (1e3, HeadPlace.STREAMED)])

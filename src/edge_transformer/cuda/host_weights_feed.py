@@ -11,6 +11,19 @@ from edge_transformer.cuda.weight_slots import HostRange
 from edge_transformer.placement.plan import RingCost
 
 
+def page_locking_is_refused(gpu: Gpu, ranges: Iterable[tuple[int, int, bool]]) -> bool:
+    """Whether the first page of one of `ranges`, (address, bytes, read only), cannot be page-locked: told before all
+    is, which takes long.
+    """
+    for address, _, read_only in ranges:
+        registration = gpu.register_host(address, 1, read_only)
+        if registration is None:
+            return True
+        with registration:
+            pass
+    return False
+
+
 class HostWeightsFeed:
     """Page-locks `ranges`, (address, bytes, read only); for what the host refuses there is a locked ring.
 

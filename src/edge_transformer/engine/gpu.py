@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from edge_transformer.cuda.arena import ALIGNMENT, Arena
 from edge_transformer.cuda.backend import CudaBackend
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, tiles_of_context
+from edge_transformer.cuda.host_weights_feed import page_locking_is_refused
 from edge_transformer.cuda.runtime import Gpu
 from edge_transformer.cuda.state_memory import ArenaStateMemory
 from edge_transformer.cuda.tile_memory import ArenaTileMemory, LockedTileMemory
@@ -158,12 +159,7 @@ def open_gpu_engine(
     capacity, demand = sized(rows)
     plan = make_plan(demand, options.wishes)
     if options.measure and options.wishes.head in (None, HeadPlace.SPLIT) and plan.slots:
-        try:
-            rates = measured_rates(gpu, host, host_weights.head, options.sequences)
-        except CapacityError as refused:  # the plan that stands may need less than that
-            plan = replace(plan, unmeasured=str(refused))
-        else:
-            plan = replace(make_plan(demand, options.wishes, rates), rates=rates)
+        plan = _measured_plan(gpu, host, host_weights, demand, options, plan)
     if max_rows is None and plan.slots == 0 and plan.kv is KvPlace.GPU:
         more = _rows_to_occupy(gpu.properties.multiprocessors)
         while more > rows:
@@ -257,6 +253,20 @@ def open_on_cuda(
     except BaseException:
         gpu.close()
         raise
+
+
+def _measured_plan(
+    gpu: Gpu, host: Backend, weights: HostWeights, demand: Demand, options: GpuOptions, unmeasured: Plan
+) -> Plan:
+    """The plan by measured rates; the one made without, and why, where they cannot be measured or would not hold."""
+    if page_locking_is_refused(gpu, weights.locked_ranges()):
+        # Through a ring weights come slower, and from the thread that would have the CPU compute meanwhile.
+        return replace(unmeasured, unmeasured="the host refuses to page-lock weights")
+    try:
+        rates = measured_rates(gpu, host, weights.head, options.sequences)
+    except CapacityError as refused:  # the plan that stands may need less than that
+        return replace(unmeasured, unmeasured=str(refused))
+    return replace(make_plan(demand, options.wishes, rates), rates=rates)
 
 
 def _rows_to_occupy(multiprocessors: int) -> int:
