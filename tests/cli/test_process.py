@@ -212,14 +212,23 @@ def test_what_the_system_refuses_elsewhere_is_not_laid_to_standard_output(
     assert capsys.readouterr().err == f"Error: {told}\n"
 
 
-def test_a_cache_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [["pull", "demo"], ["run", "demo", "hello"]])
+@pytest.mark.parametrize("variable", ["ETE_CACHE", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize("folder", ["/dev/null", "/proc/none", "{tmp_path}/file/cache"])
+def test_a_cache_folder_that_cannot_be_made_is_an_error_with_its_name(
+    tmp_path: Path, folder: str, variable: str, arguments: list[str]
+) -> None:
     (tmp_path / "file").touch()
-    environment = {**os.environ, "ETE_CACHE": str(tmp_path / "file" / "cache")}
-    done = subprocess.run([*REAL, "pull", "demo"], capture_output=True, env=environment)
+    folder = folder.format(tmp_path=tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name not in ("ETE_CACHE", "XDG_CACHE_HOME")}
+    done = subprocess.run([*REAL, *arguments], capture_output=True, text=True, env={**environment, variable: folder})
+    cache = folder if variable == "ETE_CACHE" else f"{folder}/edge-transformer"
     assert done.returncode == 1
-    assert done.stderr.startswith(b"Error: ")
-    assert str(tmp_path).encode() in done.stderr
-    assert b"Traceback" not in done.stderr
+    assert done.stderr.startswith(f"Error: the cache folder of {variable}, {cache}, cannot be used: {folder}")
+    assert done.stderr.endswith(
+        "; name one that can be written with ETE_CACHE (or XDG_CACHE_HOME, which counts where ETE_CACHE is not set)\n"
+    )
+    assert "Errno" not in done.stderr
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])

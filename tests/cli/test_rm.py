@@ -1,5 +1,6 @@
 """`ete rm` asks at a terminal: what each answer does. The demo model is a file of its size without contents."""
 
+import errno
 import os
 import pty
 import select
@@ -8,8 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from cli.test_process import REAL, read_until
+from edge_transformer.cli.main import ete
 from edge_transformer.hub.demo import DEMO
 
 
@@ -66,3 +69,16 @@ def test_an_answer_from_a_pipe_is_refused_and_help_says_so(demo: Path) -> None:
     assert "--yes goes without" in " ".join(told.split())
     assert subprocess.run([*REAL, "rm", "demo", "-y"], stdin=subprocess.DEVNULL, check=True).returncode == 0
     assert not demo.exists()
+
+
+def test_what_cannot_be_deleted_is_named(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlink(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    result = CliRunner().invoke(ete, ["rm", "demo", "-y"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: demo cannot be deleted: {demo}: Permission denied; make its folder writable (chmod u+w), or let the "
+        "user delete it whose it is\n"
+    )

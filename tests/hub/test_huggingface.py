@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from edge_transformer import hub
-from edge_transformer.errors import CapacityError, FormatError, ModelNotFoundError, UnsupportedModelError
+from edge_transformer.errors import CapacityError, FormatError, ModelNotFoundError, StorageError, UnsupportedModelError
 from edge_transformer.hub.huggingface import HubName, cached_model
 from hub.fake_hub import FakeHub, serving
 
@@ -213,3 +213,14 @@ def test_a_full_disk_is_noticed_before_weights_are_loaded(server: FakeHub, monke
     with pytest.raises(CapacityError, match=r"org/name needs 3 MiB.*HF_HOME"):
         hub.resolve("org/name")
     assert server.downloads() == []
+
+
+def test_a_cache_that_cannot_be_written_is_named_instead_of_the_network(
+    server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.repositories["org/m"] = {"m-Q8_0.gguf": b"GGUF"}
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    told = rf"{tmp_path}/file/hub, cannot be used: {tmp_path}/file.*: Not a directory; set HF_HOME to another folder"
+    with pytest.raises(StorageError, match=told):
+        hub.pull("org/m")

@@ -19,10 +19,13 @@ def command(clear: bool, as_json: bool) -> None:
     compiler leaves old ones behind, which does no harm.
     """
     from edge_transformer.cuda.cubin_cache import KernelCache
+    from edge_transformer.hub.storage import using_cache
 
     cache = KernelCache()
     if clear:
-        note(f"cleared {cache.folder}: {size(cache.clear())} freed")
+        with using_cache():
+            freed = cache.clear()
+        note(f"cleared {cache.folder}: {size(freed)} freed")
         return
     kernels = cache.entries()
     if as_json:

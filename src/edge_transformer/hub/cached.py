@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_transformer.errors import ModelNotFoundError
+from edge_transformer.errors import ModelNotFoundError, storage_error
 from edge_transformer.hub.demo import DEMO_NAME, cached_demo, demo_folder
 from edge_transformer.hub.huggingface import (
     HubName,
@@ -56,8 +56,19 @@ def require_pulled(name: str) -> None:
 def remove(name: str) -> int:
     """Delete a pulled model; returns the bytes freed. A hub id without a colon removes its whole repository.
 
-    Raises what `require_pulled` does.
+    Raises what `require_pulled` does; StorageError when the system refuses to delete.
     """
+    try:
+        return _remove(name)
+    except OSError as error:
+        raise storage_error(
+            error,
+            f"{name} cannot be deleted",
+            "make its folder writable (chmod u+w), or let the user delete it whose it is",
+        ) from error
+
+
+def _remove(name: str) -> int:
     if name == DEMO_NAME:
         return _remove_demo()
     hub_name = _pulled_repository(name)

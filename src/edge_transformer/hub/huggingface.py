@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_transformer.errors import ModelNotFoundError, UnsupportedModelError
+from edge_transformer.errors import (
+    DISK_FULL,
+    EdgeTransformerError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    storage_error,
+)
 from edge_transformer.formats.file_names import INDEX_FILE
 from edge_transformer.formats.safetensors_index import read_index
 from edge_transformer.hub.progress import Progress
@@ -103,7 +109,7 @@ def pull_model(name: HubName, progress: Progress) -> Path:
     """The folder or .gguf file of a model, brought up to date with the hub; what is already cached is not loaded again.
 
     Raises ModelNotFoundError (no such repository or file, no access, no network), UnsupportedModelError (only pickled
-    weights, no tokenizer.json), CapacityError (no room on the disk).
+    weights, no tokenizer.json), CapacityError (no room on the disk), StorageError (the cache cannot be written).
     """
     from huggingface_hub import HfApi, errors
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # the HTTP client's, whichever it uses
@@ -182,9 +188,16 @@ def _progress_class(what: str, done_before: int, total: int, progress: Progress)
     return Reporter
 
 
-def _explained(name: HubName, error: Exception) -> ModelNotFoundError:
+def _explained(name: HubName, error: Exception) -> EdgeTransformerError:
     from huggingface_hub import errors
 
+    # Of this machine: what the network does names no file.
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_FULL):
+        return storage_error(
+            error,
+            f"the cache of all Hugging Face tools, {cache_root()}, cannot be used",
+            "set HF_HOME to another folder",
+        )
     repository = name.repository
     if isinstance(error, errors.GatedRepoError):
         text = (

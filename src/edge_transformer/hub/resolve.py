@@ -14,7 +14,8 @@ def resolve(name: str | Path, *, offline: bool = False, progress: Progress | Non
 
     name: a folder, a .gguf or .safetensors file, `demo`, `org/name`, `org/name:file.gguf` or `org/name:Q4_K_M`. What
     exists as a path wins over a hub id; `./demo` is a folder. offline: only what is on this machine.
-    Raises ModelNotFoundError that says what was tried and what to do; CapacityError when the disk has no room.
+    Raises ModelNotFoundError that says what was tried and what to do; CapacityError when the disk has no room;
+    StorageError when a cache folder cannot be used.
     """
     progress = progress or silent
     if name == DEMO_NAME:
@@ -46,7 +47,7 @@ def resolve(name: str | Path, *, offline: bool = False, progress: Progress | Non
 def pull(name: str, *, progress: Progress | None = None) -> Path:
     """Like `resolve`, but a hub id is brought up to date even when a complete copy is cached.
 
-    Raises ModelNotFoundError for what is a path or cannot be downloaded; CapacityError when the disk has no room.
+    Raises ModelNotFoundError for what is a path or cannot be downloaded; CapacityError and StorageError as `resolve`.
     """
     progress = progress or silent
     if name == DEMO_NAME:

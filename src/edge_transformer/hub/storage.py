@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from edge_transformer.errors import CapacityError, ModelNotFoundError
+from edge_transformer.errors import CapacityError, ModelNotFoundError, storage_error
 from edge_transformer.hub.progress import Progress
 
 # A file system that is filled to its last byte breaks other programs.
@@ -29,6 +29,25 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "edge-transformer"
     except RuntimeError as error:  # a user without an entry in the password file, as containers have them
         raise ModelNotFoundError("no home folder is known to keep models in; set ETE_CACHE or HOME") from error
+
+
+@contextlib.contextmanager
+def using_cache() -> Iterator[None]:
+    """What the system refuses in the block is laid to the cache folder, which the block uses.
+
+    Raises StorageError, or CapacityError where the disk is full, that says how to name another folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # not of the system
+            raise
+        named = next((f" of {name}" for name in ("ETE_CACHE", "XDG_CACHE_HOME") if os.environ.get(name)), "")
+        raise storage_error(
+            error,
+            f"the cache folder{named}, {cache_folder()}, cannot be used",
+            "name one that can be written with ETE_CACHE (or XDG_CACHE_HOME, which counts where ETE_CACHE is not set)",
+        ) from error
 
 
 def require_free_space(folder: Path, nbytes: int, purpose: str, remedy: str) -> None:
