@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +88,43 @@ def test_a_folder_that_is_there_is_left_alone(model: Path, tmp_path: Path) -> No
     assert result.exit_code == 2
     assert "nothing is overwritten" in result.stderr
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("place", ["/proc", "{tmp_path}/file"])
+def test_a_folder_that_cannot_be_made_is_named(model: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    folder = place.format(tmp_path=tmp_path)
+    reason = "No such file or directory" if folder == "/proc" else "Not a directory"
+    result = invoke("quantize", model, f"{folder}/out", "--format", "int8")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: the folder {folder}/out cannot be made in {folder}: {folder}/out.partial: {reason}; "
+        "give OUT as a name in a folder that can be written\n"
+    )
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "rename"])
+def test_a_folder_that_can_no_longer_be_written_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """And what is said of the way out is true."""
+    out = tmp_path / "out"
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(arguments[0]) if call == "rename" else None)
+
+    monkeypatch.setattr(os, call, refuse)
+    result = invoke("quantize", model, out, "--format", "int8")
+    assert result.exit_code == 1
+    monkeypatch.undo()
+    if call == "rename":
+        assert result.stderr == (
+            f"Error: the model is complete in {out}.partial, which cannot be renamed: {out}.partial: "
+            "Read-only file system; with that mended, rename it out\n"
+        )
+        (tmp_path / "out.partial").rename(out)
+    else:
+        expected = f"{out} cannot be made of {model}: Read-only file system; with that mended, the same command goes on"
+        assert result.stderr == f"Error: {expected}\n"
+        assert invoke("quantize", model, out, "--format", "int8").exit_code == 0
+    assert json.loads(invoke("info", out, "--json").stdout)["runs"]

@@ -8,7 +8,6 @@ is in memory for each thread, and of the source the tensor at hand.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from edge_transformer.engine.quantize_checksums import CHECKSUM, REPORT_FILE, Pl
 from edge_transformer.engine.quantize_journal import Journal
 from edge_transformer.engine.quantize_plan import Item, Quantization, QuantizationPlan, plan_quantization
 from edge_transformer.engine.weights import row_order
-from edge_transformer.errors import CapacityError, FileChangedError, UsageError
+from edge_transformer.errors import DISK_FULL, CapacityError, FileChangedError, UsageError, storage_error
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.file_names import SINGLE_FILE
 from edge_transformer.formats.gguf import split_paths
@@ -61,7 +60,6 @@ _COPIED_FILES = (
 )
 _COPIED_FOLDERS = ("additional_chat_templates",)
 _LICENCE_PREFIXES = ("license", "licence", "notice", "copying", "use_policy", "gemma_terms")
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SYNC_BYTES = 256 << 20  # written between two calls that wait for the disk
 
 
@@ -127,8 +125,8 @@ def quantize_model(
     An interrupt, or an error, leaves a folder `out`.partial, from which the same call goes on.
 
     Raises UsageError when `out` exists or is no name, when `out`.partial is of another call, or for a model quantized
-    already; CapacityError for a lack of room on the disk; NumericError for values that cannot be quantized;
-    FormatError, UnsupportedModelError for the source, OSError from the disk.
+    already; CapacityError for a lack of room on the disk, StorageError for what the system refuses else; NumericError
+    for values that cannot be quantized; FormatError, UnsupportedModelError for the source.
     """
     settings = cpu_settings(threads=threads)
     if out.name in ("", ".."):
@@ -143,6 +141,9 @@ def quantize_model(
             partial.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
             raise UsageError(f"{partial} is in the way: the folder is made under this name; delete it") from error
+        except OSError as error:
+            remedy = "give OUT as a name in a folder that can be written"
+            raise storage_error(error, f"the folder {out} cannot be made in {out.absolute().parent}", remedy) from error
         identity = _identity(checkpoint, plan, choice)
         with Journal(partial, identity) as journal:
             errors = _write_weights(plan, partial / SINGLE_FILE, journal, settings.threads, settings.isa, progress)
@@ -156,10 +157,18 @@ def quantize_model(
                 raise FileChangedError(checkpoint.path, "its files were replaced while it was quantized; start again")
             _write_text(partial / REPORT_FILE, json.dumps(report.as_json(), indent=1) + "\n")
             journal.remove()
-        os.rename(partial, out)
+        try:
+            os.rename(partial, out)
+        except OSError as error:
+            done = f"the model is complete in {partial}, which cannot be renamed"
+            raise storage_error(error, done, f"with that mended, rename it {out.name}") from error
     except OSError as error:
-        if error.errno not in _DISK_FULL:
+        if error.errno is None:  # not of the system
             raise
+        if error.errno not in DISK_FULL:
+            raise storage_error(
+                error, f"{out} cannot be made of {source}", "with that mended, the same command goes on"
+            ) from error
         raise CapacityError(
             f"{out.name}{PARTIAL_SUFFIX} in {out.absolute().parent} cannot grow: {error.strerror}; make room, and the "
             "same command goes on, or name a folder elsewhere"
