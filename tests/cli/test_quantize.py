@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from edge_transformer.cli.main import ete
 from engine.test_llm import write_chat_model
+from paths import smollm2_path
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,8 @@ def test_a_quantized_model_is_a_model(model: Path, tmp_path: Path) -> None:
     assert any(line.startswith("q            Q4_0") for line in lines)
     assert any(line.startswith("embedding    Q8_0          1") for line in lines)
     assert any(line.startswith("vectors      F32") and line.endswith("as they were") for line in lines)
-    assert lines[-1].startswith(f"{out}: int4, groups of 32; ")
+    assert lines[-1].startswith(f"{out}: int4, groups of 32; weights of ")
+    assert "no smaller" not in result.stderr
 
     options = ("--raw", "--max-tokens", 3, "--ignore-eos", "--threads", 1, "--seed", 1)
     answer = invoke("run", out, "hello", *options, "--json")
@@ -128,3 +130,16 @@ def test_a_folder_that_can_no_longer_be_written_is_named(
         assert result.stderr == f"Error: {expected}\n"
         assert invoke("quantize", model, out, "--format", "int8").exit_code == 0
     assert json.loads(invoke("info", out, "--json").stdout)["runs"]
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_source_of_few_bits_that_grows_is_told(tmp_path: Path, as_json: bool) -> None:
+    source, out = smollm2_path(), tmp_path / "out"
+    result = invoke("quantize", source, out, "--format", "int8", *(["--json"] if as_json else []))
+    assert result.exit_code == 0, result.stderr
+    assert (out / "model.safetensors").stat().st_size > source.stat().st_size
+    told = f"{out} is no smaller than {source}, whose weights have few bits already: int8 takes more room"
+    assert [line for line in result.stderr.splitlines() if line.startswith(told)] == [
+        f"{told} and makes nothing more exact"
+    ]

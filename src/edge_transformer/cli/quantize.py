@@ -70,6 +70,11 @@ def command(
         except KeyboardInterrupt:
             note(f"interrupted; the same command goes on with {out}.partial")
             raise
+    if report.nbytes >= report.source_bytes:
+        note(
+            f"{out} is no smaller than {model}, whose weights have few bits already: {format_name} takes more room and "
+            "makes nothing more exact"
+        )
     if as_json:
         click.echo(json.dumps({"path": str(out), **report.as_json()}))
         return
@@ -78,7 +83,8 @@ def command(
         note(f"left out: {name}")
     if len(report.left_out) > 5:
         note(f"left out: {len(report.left_out) - 5} more, all in {out}/quantization.json")
-    click.echo(f"{out}: {report.quantization.description}; {size(report.source_bytes)} became {size(report.nbytes)}")
+    sizes = f"weights of {size(report.source_bytes)} became a file of {size(report.nbytes)}"
+    click.echo(f"{out}: {report.quantization.description}; {sizes}")
 
 
 def _table(report: QuantizationReport) -> list[str]:
