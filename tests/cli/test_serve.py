@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from edge_transformer.cli.main import ete
+from edge_transformer.errors import UsageError
 from edge_transformer.server.app import AppSettings
+from edge_transformer.server.run import bind, serve
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,58 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple
     assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("127.0.0.1", "port {port} is in use: choose another with --port"),
+        ("no-such-host.invalid", "host 'no-such-host.invalid' is no address of this machine ("),
+        ("a" * 300, "' is no address of this machine ("),
+        (
+            "192.0.2.1",
+            "host '192.0.2.1' is no address of this machine (Cannot assign requested address): give one with",
+        ),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_told_before_the_model_is_opened(
+    monkeypatch: pytest.MonkeyPatch, host: str, message: str
+) -> None:
+    monkeypatch.setattr(
+        "edge_transformer.server.service.Service", lambda *arguments: pytest.fail("the model is opened")
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(ete, ["serve", "nowhere", "--host", host, "--port", str(port)])
+    assert result.exit_code == 2, result.stderr
+    assert message.format(port=port) in result.stderr
+    assert "Errno" not in result.stderr
+    if host != "127.0.0.1":
+        assert result.stderr.endswith("give one with --host, such as 127.0.0.1, or 0.0.0.0 for all\n")
+
+
+def test_an_address_that_is_taken_while_the_model_loads_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is served nobody is kept waiting there, and so another program may come first."""
+    monkeypatch.setattr("edge_transformer.server.run._raise_file_limit", lambda: None)
+    bound = bind("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    service: Any = SimpleNamespace(close=list)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(UsageError, match=f"port {port} is in use"):
+        serve(object(), service, bound, 1.0, lambda address: pytest.fail("it is served"))  # type: ignore[arg-type]
+    assert bound.fileno() == -1
+
+
+def test_a_port_of_the_system_is_refused_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, address: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("edge_transformer.server.run.Listener.bind", refuse)
+    with pytest.raises(
+        UsageError, match=r"port 80 is not open to this user \(Permission denied\): choose one from 1024"
+    ):
+        bind("127.0.0.1", 80)
+
+
 def test_keys_and_origins_as_they_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[AppSettings] = []
     monkeypatch.setattr("edge_transformer.server.app.make_app", lambda service, settings: made.append(settings))
@@ -46,7 +102,7 @@ def test_keys_and_origins_as_they_are_compared(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("edge_transformer.server.run.serve", lambda *arguments: None)
     file = tmp_path / "keys"
     file.write_bytes("\ufeffone\r\n\n two \n".encode())
-    arguments: list[Any] = ["serve", "nowhere", "--api-key", "three", "--api-key-file", str(file)]
+    arguments: list[Any] = ["serve", "nowhere", "--port", "0", "--api-key", "three", "--api-key-file", str(file)]
     result = CliRunner().invoke(ete, [*arguments, "--cors-origin", "https://Example.org:8443", "--cors-origin", "*"])
     assert result.exit_code == 0, result.stderr
     (settings,) = made

@@ -21,7 +21,7 @@ from edge_transformer.engine.answer import Piece
 from edge_transformer.engine.request import Limits, Request
 from edge_transformer.engine.scheduler import Scheduler
 from edge_transformer.server.app import AppSettings, make_app
-from edge_transformer.server.run import configuration, listen
+from edge_transformer.server.run import BACKLOG, bind, configuration
 from edge_transformer.server.service import Service
 from tiny.models import MODELS, TinyModel
 from tiny.weights import make_weights
@@ -167,7 +167,8 @@ def serving(
     """A server of the model at `path`, named "tiny", on a free port."""
     opening = open_model or (lambda: LLM(path, threads=1))
     service = Service(opening, "tiny", limits or Limits(), lambda llm: kv_budget)
-    listening = listen("127.0.0.1", 0)
+    listening = bind("127.0.0.1", 0)
+    listening.listen(BACKLOG)
     server = _ThreadServer(configuration(make_app(service, settings or AppSettings())))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
     thread.start()

@@ -161,7 +161,7 @@ def command(
     from edge_transformer.engine.request import Limits
     from edge_transformer.server.access import AccessSettings, hosts_of, read_keys
     from edge_transformer.server.app import AppSettings, make_app
-    from edge_transformer.server.run import serve
+    from edge_transformer.server.run import bind, serve
     from edge_transformer.server.service import Service
 
     def open_model() -> Any:
@@ -182,9 +182,11 @@ def command(
         note(f"Everybody who can reach {host} can use this server: --api-key asks for a key.")
     limits = Limits(parallel, pass_tokens or (512 if options["backend"] == "cuda" else 128), queue)
     budget, shortens = partial(_kv_budget, asked=kv_budget), options["ctx"] is None
-    with closing(Service(open_model, name or _name_of(model), limits, budget, shortens)) as service:
+    known_as = name or _name_of(model)
+    # An address that cannot be had is told before a model is loaded for it.
+    with bind(host, port) as bound, closing(Service(open_model, known_as, limits, budget, shortens)) as service:
         app = make_app(service, AppSettings(access, max_body, log_prompts))
-        serve(app, service, host, port, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
+        serve(app, service, bound, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
 
 
 def _name_of(model: str) -> str:

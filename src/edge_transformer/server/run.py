@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from edge_transformer.errors import UsageError
 from edge_transformer.server.connection import Connection
 from edge_transformer.server.service import Service
 
@@ -82,15 +83,21 @@ def configuration(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-def serve(app: ASGIApp, service: Service, host: str, port: int, drain_s: float, started: Callable[[str], None]) -> None:
-    """Serve until a signal ends it. `started` is told the address. Raises OSError when it cannot be bound."""
+def serve(app: ASGIApp, service: Service, bound: socket.socket, drain_s: float, started: Callable[[str], None]) -> None:
+    """Serve until a signal ends it, and close `bound`, which is of `bind`. `started` is told the address. Raises
+    UsageError when another program listens there by now.
+    """
     try:
         _raise_file_limit()
         logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that goes away
         server = Server(configuration(app), service, drain_s)
-        with listen(host, port) as listening:
-            started(_address(listening))
-            asyncio.run(server.serve(sockets=[listening]))
+        with bound:
+            try:
+                bound.listen(BACKLOG)
+            except OSError as error:
+                raise _refused(error, *bound.getsockname()[:2]) from error
+            started(_address(bound))
+            asyncio.run(server.serve(sockets=[bound]))
     finally:
         service.close()
 
@@ -115,10 +122,36 @@ class Listener(socket.socket):
         raise ConnectionAbortedError(errno.ECONNABORTED, "too many connections")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections. Raises OSError."""
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with that address. It takes no connections before it is served, so that nobody waits for a model that
+    loads. Raises UsageError when there is no such address, or it is in use.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return Listener(fileno=socket.create_server((host, port), family=family, backlog=BACKLOG).detach())
+    listener = Listener(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
+        if family is socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name that a host can have
+        listener.close()
+        raise _refused(error, host, port) from error
+    return listener
+
+
+def _refused(error: OSError | UnicodeError, host: str, port: int) -> UsageError:
+    number = error.errno if isinstance(error, OSError) else None
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if number == errno.EADDRINUSE:
+        return UsageError(f"port {port} is in use: choose another with --port")
+    if number == errno.EACCES:
+        return UsageError(f"port {port} is not open to this user ({reason}): choose one from 1024 on with --port")
+    if isinstance(error, socket.gaierror | UnicodeError) or number == errno.EADDRNOTAVAIL:
+        return UsageError(
+            f"host {host!r} is no address of this machine ({reason}): give one with --host, such as 127.0.0.1, or "
+            "0.0.0.0 for all"
+        )
+    return UsageError(f"{host} port {port} cannot be served at ({reason}): choose others with --host and --port")
 
 
 def _address(listening: socket.socket) -> str:
