@@ -14,6 +14,9 @@ from click.testing import CliRunner, Result
 from edge_transformer.cli.main import ete
 from engine.test_llm import write_chat_model
 from paths import smollm2_path
+from tiny.models import MODELS
+from tiny.weights import make_weights
+from tiny.write import write_gguf, write_hf
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,33 @@ def test_a_quantized_model_is_a_model(model: Path, tmp_path: Path) -> None:
     facts = json.loads(invoke("info", out, "--json").stdout)
     assert facts["runs"]
     assert "Q4_0" in str(facts["parts"])
+
+
+@pytest.mark.parametrize("container", ["hf", "gguf"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--format", "int8"), "int8, groups of 32"),
+        (("--format", "int8-row"), "int8, a scale per row"),
+        (("--format", "int4", "--group", 32, "--minimums"), "int4, groups of 32, with minimums"),
+        (("--format", "int4"), "int4, groups of 64"),
+    ],
+)
+def test_info_says_how_a_model_was_quantized(tmp_path: Path, container: str, options: Any, words: str) -> None:
+    """Also where its names, and the metadata beside it, are those of the GGUF file that it was made from."""
+    model = MODELS["llama"]
+    weights = make_weights(model)
+    hf = write_hf(tmp_path / "hf", model.config, weights)
+    source = hf if container == "hf" else write_gguf(tmp_path / "m.gguf", model, weights)
+    assert invoke("quantize", source, tmp_path / "out", *options).exit_code == 0
+    facts = json.loads(invoke("info", tmp_path / "out", "--json").stdout)
+    assert (facts["container"], facts["quantization"]) == ("safetensors", words)
+    lines = invoke("info", tmp_path / "out").stdout.splitlines()
+    assert lines[1].startswith("files          safetensors, 1 with ")
+    assert lines[2] == f"quantized      {words}, by ete quantize"
+    facts = json.loads(invoke("info", source, "--json").stdout)
+    assert (facts["container"], facts["quantization"]) == ("gguf" if container == "gguf" else "safetensors", None)
+    assert "quantized" not in invoke("info", source).stdout
 
 
 def test_the_report_as_json(model: Path, tmp_path: Path) -> None:

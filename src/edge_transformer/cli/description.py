@@ -27,6 +27,7 @@ def describe(path: Path) -> tuple[dict[str, Any], EdgeTransformerError | None]:
     facts: dict[str, Any] = {
         "path": str(path),
         "container": "unknown",
+        "quantization": None,
         "files": 0,
         "tensors": 0,
         "bytes": 0,
@@ -71,7 +72,8 @@ def _file_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     tensors = list(checkpoint.tensors.values())
     files = {tensor.file.path: tensor.file.nbytes for tensor in tensors}
     return {
-        "container": checkpoint.container,
+        "container": checkpoint.container if checkpoint.quantization is None else "safetensors",
+        "quantization": checkpoint.quantization,
         "files": len(files),
         "tensors": len(tensors),
         "bytes": sum(files.values()),

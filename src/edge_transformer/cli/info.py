@@ -42,6 +42,8 @@ def _lines(description: dict[str, Any]) -> list[str]:
             f"{size(description['bytes'])}",
         ),
     ]
+    if description["quantization"] is not None:
+        rows.append(("quantized", f"{description['quantization']}, by ete quantize"))
     if "architecture" in description:
         rows += _architecture_rows(description)
     for part, formats in description["parts"].items():

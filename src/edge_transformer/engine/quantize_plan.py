@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from edge_transformer.errors import UsageError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
-from edge_transformer.formats.planes_file import NAMES_KEY
+from edge_transformer.formats.planes_file import NAMES_KEY, QUANTIZATION_KEY
 from edge_transformer.formats.planes_writer import FilePlan, PlainTensor, plan_file
 from edge_transformer.formats.weight import FORMATS, WeightFormat, WeightLayout, packed_layout
 from edge_transformer.models.config import ModelSpec, TensorSpec
@@ -124,7 +124,7 @@ def plan_quantization(checkpoint: Checkpoint, spec: ModelSpec, choice: Quantizat
     ]
     vocabulary = {spec.embedding.name, spec.head.name}
     items = (*vectors, *(_matrix_item(tensors, matrix, choice, vocabulary) for matrix in matrices.values()))
-    metadata = {"edge_transformer.quantization": choice.description, NAMES_KEY: checkpoint.container}
+    metadata = {QUANTIZATION_KEY: choice.description, NAMES_KEY: checkpoint.container}
     file = plan_file([(item.info.name, item.result) for item in items], metadata)
     return QuantizationPlan(items, file, tuple(name for name in tensors if name in left_out))
 

@@ -43,9 +43,13 @@ class TensorInfo:
 
 
 class Checkpoint(Protocol):
-    """A model's files. `container` is "safetensors" or "gguf"."""
+    """A model's files. `container` is "safetensors" or "gguf": whose names and metadata they have.
+
+    quantization: of what `ete quantize` made (safetensors, whatever its names are), in words; None of other files.
+    """
 
     container: str
+    quantization: str | None
     path: Path
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, object]  # GGUF key/values; for safetensors the parsed config.json
@@ -65,8 +69,10 @@ class MappedCheckpoint:
         files: Sequence[MappedFile],
         tensors: dict[str, TensorInfo],
         metadata: dict[str, object],
+        quantization: str | None = None,
     ) -> None:
         self.container = container
+        self.quantization = quantization
         self.path = path
         self._files = files
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)

@@ -22,6 +22,9 @@ from edge_transformer.formats.weight import FORMATS, PLANE_ALIGNMENT, WeightForm
 LAYOUT_VERSION = 1
 LAYOUT_KEY = "edge_transformer.layout"
 NAMES_KEY = "edge_transformer.names"
+QUANTIZATION_KEY = "edge_transformer.quantization"
+"""How the weights were quantized, in words for people."""
+
 DIGEST_KEY = "edge_transformer.header_sha256"
 """Of header_digest. Files of the first days have none."""
 

@@ -23,6 +23,7 @@ from edge_transformer.formats.mapping import MappedModelFile
 from edge_transformer.formats.planes_file import (
     METADATA_FILE,
     NAMES_KEY,
+    QUANTIZATION_KEY,
     QUANTIZATION_METHOD,
     RawTensor,
     check_header,
@@ -104,7 +105,14 @@ def _open_files(
         for file in files:
             file.close()
         raise
-    return MappedCheckpoint(container, path, files, tensors, metadata)
+    quantization = next((_quantization(header.metadata) for header in headers if is_planes_file(header.metadata)), None)
+    return MappedCheckpoint(container, path, files, tensors, metadata, quantization)
+
+
+def _quantization(metadata: Mapping[str, str]) -> str:
+    """What the file says, fit to be shown at a terminal."""
+    text = metadata.get(QUANTIZATION_KEY, "")[:80]
+    return text if text and text.isprintable() else "unknown"
 
 
 @dataclass(frozen=True, slots=True)
