@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -222,3 +223,61 @@ def test_an_empty_prompt_is_refused(llm: LLM, raw: bool) -> None:
     for use in (llm.encode, llm.generate):
         with pytest.raises(UsageError, match="the prompt is empty"):
             use("", raw=raw)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (5, "prompt is 5; allowed: a text, or a list of messages"),
+        (None, "prompt is None; allowed: a text, or a list of messages"),
+        (b"hello", "prompt is b'hello'; allowed: a text, or a list of messages"),
+        (
+            {"role": "user", "content": "one"},
+            "prompt is {'role': 'user', 'content': 'one'}; allowed: a text, or",
+        ),
+        (["one"], "prompt[0] is 'one'; allowed: a message such as"),
+        (
+            [{"role": "user", "content": "one"}, {"role": "robot", "content": "two"}],
+            "prompt[1]['role'] is 'robot'; allowed: system, developer, user, assistant, tool",
+        ),
+        ([{"content": "one"}], "prompt[0]['role'] is None; allowed: system, developer"),
+        ([{"role": ["user"], "content": "one"}], "prompt[0]['role'] is ['user']; allowed: system, developer"),
+        ([{"role": "user", "content": 5}], "prompt[0]['content'] is 5; allowed: a text"),
+        (range(10**9), "prompt[0] is 0; allowed: a message such as"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_its_value(llm: LLM, prompt: Any, told: str) -> None:
+    for use in (llm.encode, llm.generate, llm.stream):
+        with pytest.raises(UsageError, match=re.escape(told)):
+            use(prompt)
+    with pytest.raises(UsageError):
+        llm.encode(prompt, raw=True)
+
+
+def test_a_developer_is_a_system(llm: LLM) -> None:
+    """As for the server. What the caller gave is left as it is."""
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "one"}]
+    assert llm.encode(messages) == llm.encode([{"role": "system", "content": "Be brief."}, messages[1]])
+    assert messages[0]["role"] == "developer"
+
+
+def test_settings_that_are_none_are_refused_by_their_value(llm: LLM, path: Path) -> None:
+    wrong: Any = {"max_tokens": 3}
+    for use in (llm.generate, llm.stream):
+        with pytest.raises(UsageError, match=r"config is \{'max_tokens': 3\}; allowed: a GenerationConfig, or"):
+            use("one", wrong)
+    for model in (3, None, b"demo", ["demo"]):
+        with pytest.raises(UsageError, match=rf"model is {re.escape(repr(model))}; allowed: a name or path"):
+            LLM(model)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="threads is 0; give a whole number from 1 to"):
+        LLM(path, threads=0)
+    with pytest.raises(UsageError, match=r"gpu is 'T1000'; allowed: a GpuSettings"):
+        LLM(path, threads=1, backend="cuda", gpu="T1000")  # type: ignore[arg-type]
+
+
+def test_a_prompt_too_long_names_the_way_to_a_longer_context_where_there_is_one(path: Path) -> None:
+    told = r"or raise the context length \(context_length in Python, --ctx at the command line\), here up to 2048$"
+    with LLM(path, threads=1, context_length=8) as llm, pytest.raises(ContextLengthError, match=told):
+        llm.generate("x" * 20)
+    with LLM(path, threads=1) as llm, pytest.raises(ContextLengthError, match=r"this model was made for no more$"):
+        llm.generate("x" * 3000)

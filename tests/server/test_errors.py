@@ -7,7 +7,7 @@ import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import openai
 import pytest
@@ -15,7 +15,8 @@ import pytest
 from edge_transformer.engine.request import Limits
 from edge_transformer.server.errors import ApiError
 from edge_transformer.server.parameters import read_request
-from edge_transformer.server.schema import CompletionRequest
+from edge_transformer.server.schema import CompletionRequest, Message
+from edge_transformer.text.roles import ROLES
 from edge_transformer.text.tokenizer import Tokenizer
 from server.tiny_server import Served, serving
 
@@ -248,3 +249,7 @@ def test_more_requests_than_may_wait(model_path: Path) -> None:
                 small.client().completions.create(model="tiny", prompt="abc")
             assert first.result()[0] == second.result()[0] == 200
         assert small.post(TEXT, {"model": "tiny", "prompt": "abc", "n": 2})[0] == 400
+
+
+def test_roles_are_those_of_the_python_api() -> None:
+    assert [kind.__struct_config__.tag for kind in get_args(Message)] == list(ROLES)

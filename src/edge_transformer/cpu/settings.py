@@ -47,16 +47,17 @@ def _choose_isa(isa: str | None, environment: Mapping[str, str]) -> str:
 
 
 def _choose_threads(threads: int | None, environment: Mapping[str, str]) -> int:
+    value: object
     if threads is not None:
-        source, text = "threads", str(threads)
+        source, value = "threads", threads
     elif environment.get("ETE_THREADS"):
-        source, text = "ETE_THREADS", environment["ETE_THREADS"]
+        source, value = "ETE_THREADS", environment["ETE_THREADS"]
     else:
         return min(usable_processors(), MAX_THREADS)
     try:
-        asked = int(text)
+        asked = int(str(value))
     except ValueError:
         asked = 0
     if not 1 <= asked <= MAX_THREADS:
-        raise UsageError(f"{source} is {text!r}; give a whole number from 1 to {MAX_THREADS}")
+        raise UsageError(f"{source} is {value!r}; give a whole number from 1 to {MAX_THREADS}")
     return asked

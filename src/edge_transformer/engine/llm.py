@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from edge_transformer.engine.kept import KeptSequence
 from edge_transformer.engine.loading import load_weights_and_text
+from edge_transformer.engine.messages import chat_messages
 from edge_transformer.engine.weights import HostWeights
 from edge_transformer.errors import ContextLengthError, UsageError
 from edge_transformer.formats.checkpoint import Checkpoint
@@ -51,7 +52,7 @@ class ModelParts(NamedTuple):
 
 
 Message = Mapping[str, object]
-"""One chat message: {"role": "system" | "user" | "assistant", "content": "…"}."""
+"""One chat message: {"role": one of text.roles.ROLES, "content": "…"}."""
 
 KV_DTYPES = {"f32": DType.F32, "bf16": DType.BF16}
 
@@ -84,6 +85,8 @@ class LLM:
         offline: bool = False,
     ) -> None:
         started = time.perf_counter()
+        if not isinstance(model, str | Path):
+            raise UsageError(f"model is {model!r}; allowed: a name or path, as a text or pathlib.Path")
         if gpu is not None and backend != "cuda":
             raise UsageError(f"settings of a GPU were given, but the backend is {backend!r}; use backend='cuda'")
         if kv_dtype not in KV_DTYPES:
@@ -113,6 +116,8 @@ class LLM:
         if backend == "cuda":
             from edge_transformer.engine.gpu import GpuSettings, open_on_cuda
 
+            if gpu is not None and not isinstance(gpu, GpuSettings):
+                raise UsageError(f"gpu is {gpu!r}; allowed: a GpuSettings")
             settings = GpuSettings() if gpu is None else gpu
             return open_on_cuda(
                 self._checkpoint,
@@ -169,8 +174,10 @@ class LLM:
     def encode(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
         """Token ids of a prompt: chat messages, or a text (one user message; with raw=True the text itself).
 
-        Raises UsageError for an empty text, TextError when there is no chat template, or it refuses the messages.
+        Raises UsageError for an empty text, and for what is no text and no messages; TextError when there is no chat
+        template, or it refuses the messages.
         """
+        messages = chat_messages(prompt)
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty")
         if raw:
@@ -181,7 +188,6 @@ class LLM:
             from edge_transformer.text.chat_template import missing_chat_template
 
             raise missing_chat_template(self.path)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         # The template writes the begin-of-sequence token itself where the model wants one.
         return self.tokenizer.encode(self.chat_template.render(messages), add_bos=False)
 
@@ -293,9 +299,15 @@ class LLM:
         if len(ids) + room > self.context_length:
             raise ContextLengthError(
                 f"the prompt has {len(ids)} tokens; the context holds {self.context_length}"
-                f"{' for prompt and answer together' if room else ''}. "
-                "Shorten the prompt or raise the context length (--ctx)"
+                f"{' for prompt and answer together' if room else ''}. Shorten the prompt{self._longer_context()}"
             )
+
+    def _longer_context(self) -> str:
+        """How to get one, where there is one to get."""
+        most = self._spec.config.context_length
+        if self.context_length == most:
+            return "; this model was made for no more"
+        return f" or raise the context length (context_length in Python, --ctx at the command line), here up to {most}"
 
     def _sequence_for(self, prompt_ids: Sequence[int]) -> EngineSequence:
         """The sequence kept from the last call, cut to what it has in common with the prompt, or an empty one.
@@ -313,9 +325,15 @@ class LLM:
 
 
 def make_config(config: GenerationConfig | None, overrides: Mapping[str, Any]) -> GenerationConfig:
-    """`config` (or the defaults) with some fields replaced. Raises UsageError for a field that does not exist."""
+    """`config` (or the defaults) with some fields replaced. Raises UsageError for what is no GenerationConfig, and for
+    a field that does not exist.
+    """
     from edge_transformer.engine.sampling import GenerationConfig
 
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise UsageError(
+            f"config is {config!r}; allowed: a GenerationConfig, or its fields by name, such as max_tokens=3"
+        )
     config = GenerationConfig() if config is None else config
     unknown = sorted(set(overrides) - set(GenerationConfig.__dataclass_fields__))
     if unknown:

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from edge_transformer.server.errors import invalid
-from edge_transformer.server.schema import AssistantMessage, Content, DeveloperMessage, Message, ToolCall, ToolMessage
+from edge_transformer.server.schema import AssistantMessage, Content, Message, ToolCall, ToolMessage
+from edge_transformer.text.roles import template_role
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -19,8 +20,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(message: Message, where: str) -> dict[str, Any]:
-    role = "system" if isinstance(message, DeveloperMessage) else str(message.__struct_config__.tag)
-    plain: dict[str, Any] = {"role": role}
+    plain: dict[str, Any] = {"role": template_role(str(message.__struct_config__.tag))}
     if message.content is not None:
         plain["content"] = _text(message.content)
     if message.name is not None:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from edge_transformer.text.roles import ASSISTANT, DEVELOPER, SYSTEM, TOOL, USER
+
 Number = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -55,28 +57,28 @@ class ToolCall(Struct):
 Content = str | list[TextPart]
 
 
-class SystemMessage(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
+class SystemMessage(Struct, tag_field="role", tag=SYSTEM, forbid_unknown_fields=True):
     """What holds for the whole chat."""
 
     content: Content
     name: str | None = None
 
 
-class DeveloperMessage(Struct, tag_field="role", tag="developer", forbid_unknown_fields=True):
+class DeveloperMessage(Struct, tag_field="role", tag=DEVELOPER, forbid_unknown_fields=True):
     """A system message under its newer name."""
 
     content: Content
     name: str | None = None
 
 
-class UserMessage(Struct, tag_field="role", tag="user", forbid_unknown_fields=True):
+class UserMessage(Struct, tag_field="role", tag=USER, forbid_unknown_fields=True):
     """What the user says."""
 
     content: Content
     name: str | None = None
 
 
-class AssistantMessage(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
+class AssistantMessage(Struct, tag_field="role", tag=ASSISTANT, forbid_unknown_fields=True):
     """What the model said before. Fields that answers have are taken back."""
 
     content: Content | None = None
@@ -89,7 +91,7 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant", forbid_unknown
     function_call: None = None
 
 
-class ToolMessage(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
+class ToolMessage(Struct, tag_field="role", tag=TOOL, forbid_unknown_fields=True):
     """What a tool answered to a call."""
 
     content: Content
