@@ -9,6 +9,10 @@ import errno
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
+ON_THE_CPU = "let the CPU compute (--backend cpu of ete run, chat and serve)"
+"""What is advised where a GPU does not do it."""
+
+
 class EdgeTransformerError(Exception):
     """Base of all errors raised on purpose by this package."""
 

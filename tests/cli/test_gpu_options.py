@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from edge_transformer.cli.ledger import ledger
+from edge_transformer.cli.main import ete
 from edge_transformer.cli.options import Capability, Size, load_model
 from edge_transformer.errors import UsageError
 from edge_transformer.placement.plan import Demand, Wishes, make_plan
@@ -47,13 +49,49 @@ NOTHING = {
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"vram": 1}, {"resident_layers": 0}, {"slots": 2}, {"kv_offload": False}, {"lm_head": "cpu"}, {"device": 0}],
+    ("given", "name"),
+    [
+        ({"vram": 1}, "--vram"),
+        ({"resident_layers": 0}, "--resident-layers"),
+        ({"slots": 2}, "--slots"),
+        ({"kv_offload": True}, "--kv-offload"),
+        ({"kv_offload": False}, "--no-kv-offload"),
+        ({"lm_head": "cpu"}, "--lm-head"),
+        ({"device": 0}, "--device"),
+        ({"fast_prefill": True}, "--fast-prefill"),
+    ],
 )
-def test_options_of_a_gpu_need_one(given: dict[str, object]) -> None:
-    name = next(iter(given)).replace("_", "-")
-    with pytest.raises(click.UsageError, match=f"--{name} needs --backend cuda"):
+def test_options_of_a_gpu_need_one(given: dict[str, object], name: str) -> None:
+    """Refused by the name that was typed."""
+    with pytest.raises(click.UsageError, match=f"^{name} needs --backend cuda"):
         load_model("demo", NOTHING | {"backend": "cpu"} | given, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--vram", "0"), "vram_bytes (--vram) is 0; allowed: 1 or more"),
+        (("--gpu-arch", "5.0"), "force_capability (--gpu-arch) is 5.0; allowed: 7.5, the oldest path there is"),
+        (("--gpu-arch", "7.4"), "force_capability (--gpu-arch) is 7.4; allowed: 7.5"),
+    ],
+)
+def test_values_that_no_gpu_takes_are_refused_before_one_is_sought(
+    monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], told: str
+) -> None:
+    monkeypatch.setattr("edge_transformer.cuda.driver.CudaGpu", lambda *_, **__: pytest.fail("a GPU is sought"))
+    result = CliRunner().invoke(ete, ["run", "nowhere", "hello", "--backend", "cuda", *options])
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_values_that_a_plan_cannot_have_are_refused_by_their_options() -> None:
+    demand = Demand(((1 << 20, 1 << 20),) * 4, 1000, 1 << 20, 1 << 20, 1 << 22, 1 << 16, 1 << 10, (1 << 10,))
+    for wishes, told in (
+        (Wishes(1 << 40, resident_layers=5), r"is 5; allowed \(--resident-layers\): -1 \(all\), or 0 to 4"),
+        (Wishes(1 << 40, slots=1), r"is 1; streaming needs \(--slots\) 2 or more"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            make_plan(demand, wishes)
 
 
 def test_ledger_tells_what_lies_where() -> None:
@@ -71,3 +109,6 @@ def test_settings_of_a_gpu_are_refused_for_another_backend() -> None:
         LLM("demo", gpu=GpuSettings())
     with pytest.raises(UsageError, match="lm_head is 'disk'"):
         GpuSettings(lm_head="disk")
+    with pytest.raises(UsageError, match=r"kv_bytes \(--kv-budget\) is 0; allowed: 1 or more"):
+        GpuSettings(kv_bytes=0)
+    assert GpuSettings(force_capability=(7, 5), vram_bytes=1, kv_bytes=1).force_capability == (7, 5)

@@ -91,9 +91,9 @@ def test_the_report_as_json(model: Path, tmp_path: Path) -> None:
     [
         ((), 2, "Missing option '--format'"),
         (("--format", "int5"), 2, "int5"),
-        (("--format", "int8", "--group", "32"), 2, "settings of int4"),
+        (("--format", "int8", "--group", "32"), 2, "--group and --minimums are settings of int4; int8 has none"),
         (("--format", "int4", "--group", "16"), 2, "16"),
-        (("--format", "int4", "--minimums"), 2, "minimums need groups of 32"),
+        (("--format", "int4", "--minimums"), 2, "--minimums need groups of 32 (--group 32)"),
         (("--format", "int4", "--threads", "0"), 2, "0"),
     ],
 )

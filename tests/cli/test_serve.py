@@ -30,6 +30,7 @@ from edge_transformer.server.run import bind, serve
         (("--cors-origin", "example.org"), "is no origin"),
         (("--cors-origin", ""), "is no origin"),
         (("--max-body", "0"), "0 would refuse every request"),
+        (("--kv-budget", "0"), "0 would refuse every request"),
         (("--drain-seconds", "nan"), "nan is no number of seconds"),
         (("--drain-seconds", "inf"), "inf is no number of seconds"),
     ],

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from edge_transformer.cli.main import ete
-from edge_transformer.cuda import driver
+from edge_transformer.cuda import driver, driver_library
 from edge_transformer.errors import GpuError
 from emulator import EmulatedGpu
 from engine.test_llm import write_chat_model
@@ -60,6 +61,26 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_loaded(tmp_pat
     result = trace("no model", "hello", "-o", tmp_path / "missing" / "t.json")
     assert result.exit_code == 2
     assert "does not exist" in result.stderr
+
+
+def test_without_a_driver_the_advice_is_one_that_can_be_followed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ete trace` has no --backend: the commands that have one are named."""
+
+    def absent(*_: object) -> None:
+        raise RuntimeError("libcuda.so.1 is not here")
+
+    monkeypatch.setattr(driver, "load_driver", driver_library.load_driver.__wrapped__)
+    monkeypatch.setattr("cuda.bindings.driver.cuInit", absent)
+    result = trace(model, "hello", "-o", tmp_path / "t.json")
+    assert result.exit_code == 10
+    assert result.stderr.splitlines()[-1].endswith("or let the CPU compute (--backend cpu of ete run, chat and serve)")
+    context = click.Context(ete)
+    for name in ("run", "chat", "serve", "trace"):
+        command = ete.get_command(context, name)
+        assert command is not None
+        assert any(option.name == "backend" for option in command.params) is (name != "trace")
 
 
 def test_without_a_gpu_the_error_says_so(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,8 @@ def _gpu_settings(
         del given["fast_prefill"]
     if options["backend"] != "cuda":
         if given:
-            name = next(iter(given)).replace("_", "-")
+            option = next(iter(given))
+            name = ("no-" if given[option] is False else "") + option.replace("_", "-")
             raise click.UsageError(f"--{name} needs --backend cuda.")
         return None
     from edge_transformer import GpuSettings

@@ -38,7 +38,7 @@ def _origins(context: click.Context, parameter: click.Parameter, value: tuple[st
     return origins
 
 
-def _not_zero(context: click.Context, parameter: click.Parameter, value: int) -> int:
+def _not_zero(context: click.Context, parameter: click.Parameter, value: int | None) -> int | None:
     if value == 0:
         raise click.BadParameter("0 would refuse every request")
     return value
@@ -90,6 +90,7 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
     "--kv-budget",
     metavar="SIZE",
     type=Size(),
+    callback=_not_zero,
     help="Memory for the KV caches of all answers together, such as 2GiB (default: what the GPU's plan has for them, "
     "or half of the memory that is free).",
 )

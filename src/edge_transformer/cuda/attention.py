@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer.cuda.runtime import Argument, Gpu, KernelSource, Stream
-from edge_transformer.errors import UnsupportedModelError
+from edge_transformer.errors import ON_THE_CPU, UnsupportedModelError
 from edge_transformer.formats.weight import round_up
 from edge_transformer.ops.backend import AttentionShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, PromptSpan
@@ -236,7 +236,7 @@ def check_shape(shape: AttentionShape) -> None:
     if shape.head_dim % 8 or not 8 <= shape.head_dim <= LARGEST_HEAD_DIM:
         raise UnsupportedModelError(
             f"head_dim is {shape.head_dim}; the GPU's attention takes multiples of 8 up to {LARGEST_HEAD_DIM}: "
-            "use --backend cpu"
+            f"{ON_THE_CPU}"
         )
     if shape.heads % shape.kv_heads:
         raise UnsupportedModelError(f"{shape.heads} query heads do not divide among {shape.kv_heads} KV heads")

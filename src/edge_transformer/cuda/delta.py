@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_transformer.cuda.runtime import Gpu, Kernel, KernelSource, Stream
-from edge_transformer.errors import UnsupportedModelError
+from edge_transformer.errors import ON_THE_CPU, UnsupportedModelError
 from edge_transformer.formats.weight import round_up
 from edge_transformer.ops.backend import DeltaShape
 from edge_transformer.ops.batch import DELTA_CHUNK_POSITIONS, PromptSpan
@@ -142,12 +142,12 @@ def check_shape(shape: DeltaShape) -> None:
         if dim % 4 or not 4 <= dim <= LARGEST_DIM:
             raise UnsupportedModelError(
                 f"layer {shape.layer}: the GPU kernels of the gated delta rule take a {name} that is a multiple of 4 "
-                f"up to {LARGEST_DIM}, not {dim}; use --backend cpu"
+                f"up to {LARGEST_DIM}, not {dim}; {ON_THE_CPU}"
             )
     if not 2 <= shape.conv_width <= 4:
         raise UnsupportedModelError(
             f"layer {shape.layer}: the GPU kernels take a convolution of 2 to 4 values, not {shape.conv_width}; "
-            "use --backend cpu"
+            f"{ON_THE_CPU}"
         )
     if shape.value_heads % shape.key_heads:
         raise UnsupportedModelError(

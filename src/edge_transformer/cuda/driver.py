@@ -89,7 +89,8 @@ class CudaGpu:
             )
         if forced_capability is not None and not (7, 5) <= forced_capability <= self._native:
             raise UsageError(
-                f"forced capability {forced_capability}: between (7, 5) and this card's {self._native} ({self._name()})"
+                f"forced capability (--gpu-arch) {forced_capability}: between (7, 5) and this card's {self._native} "
+                f"({self._name()})"
             )
         self._context = self.call("cuDevicePrimaryCtxRetain", self._device)
         self._enter()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from edge_transformer.errors import GpuError
+from edge_transformer.errors import ON_THE_CPU, GpuError
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def load_driver() -> Any:
         version_status, version = driver.cuDriverGetVersion()
     except RuntimeError as error:  # the library is not on this machine, or lacks a function
         raise GpuError(
-            "no NVIDIA driver was found: install it (nvidia-smi shows whether it works), or use --backend cpu"
+            f"no NVIDIA driver was found: install it (nvidia-smi shows whether it works), or {ON_THE_CPU}"
         ) from error
     results = driver.CUresult
     needed = int(cuda.bindings.__version__.split(".")[0])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from edge_transformer.cuda.arena import ALIGNMENT, Arena
 from edge_transformer.cuda.backend import CudaBackend
+from edge_transformer.cuda.compiler import OLDEST
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, tiles_of_context
 from edge_transformer.cuda.host_weights_feed import page_locking_is_refused
 from edge_transformer.cuda.runtime import Gpu
@@ -47,6 +48,10 @@ ROWS_SHARE = 16
 """Part of the budget, 1 / ROWS_SHARE, that more rows than MAX_ROWS may take."""
 
 
+OLDEST_CAPABILITY = divmod(OLDEST, 10)
+"""Of the GPUs that there are kernels for: major and minor number."""
+
+
 @dataclass(frozen=True, slots=True)
 class GpuSettings:
     """How to use a GPU; None leaves a choice to the planner.
@@ -76,8 +81,14 @@ class GpuSettings:
             raise UsageError(f"sequences is {self.sequences}; allowed: 1 or more")
         if self.lm_head is not None and self.lm_head not in tuple(HeadPlace):
             raise UsageError(f"lm_head is {self.lm_head!r}; allowed: {', '.join(HeadPlace)}")
-        if self.vram_bytes is not None and self.vram_bytes < 1:
-            raise UsageError(f"vram_bytes is {self.vram_bytes}; allowed: 1 or more")
+        for name, nbytes in (("vram_bytes (--vram)", self.vram_bytes), ("kv_bytes (--kv-budget)", self.kv_bytes)):
+            if nbytes is not None and nbytes < 1:
+                raise UsageError(f"{name} is {nbytes}; allowed: 1 or more")
+        if self.force_capability is not None and self.force_capability < OLDEST_CAPABILITY:
+            raise UsageError(
+                f"force_capability (--gpu-arch) is {_version(self.force_capability)}; allowed: "
+                f"{_version(OLDEST_CAPABILITY)}, the oldest path there is, up to the GPU's own capability"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +278,10 @@ def _measured_plan(
     except CapacityError as refused:  # the plan that stands may need less than that
         return replace(unmeasured, unmeasured=str(refused))
     return replace(make_plan(demand, options.wishes, rates), rates=rates)
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _rows_to_occupy(multiprocessors: int) -> int:

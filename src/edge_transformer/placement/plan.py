@@ -189,11 +189,12 @@ def smallest_plan(demand: Demand) -> Plan:
 def _check(wishes: Wishes, layers: int) -> None:
     if wishes.resident_layers is not None and not -1 <= wishes.resident_layers <= layers:
         raise UsageError(
-            f"resident_layers is {wishes.resident_layers}; allowed: -1 (all), or 0 to {layers}, this model's layers"
+            f"resident_layers is {wishes.resident_layers}; allowed (--resident-layers): -1 (all), or 0 to {layers}, "
+            "this model's layers"
         )
     if wishes.slots is not None and wishes.slots < MINIMUM_SLOTS:
         raise UsageError(
-            f"slots is {wishes.slots}; streaming needs {MINIMUM_SLOTS} or more: one is filled, one is used"
+            f"slots is {wishes.slots}; streaming needs (--slots) {MINIMUM_SLOTS} or more: one is filled, one is used"
         )
 
 
