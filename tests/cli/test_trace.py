@@ -71,8 +71,8 @@ def test_without_a_driver_the_advice_is_one_that_can_be_followed(
     def absent(*_: object) -> None:
         raise RuntimeError("libcuda.so.1 is not here")
 
+    monkeypatch.setattr(pytest.importorskip("cuda.bindings.driver"), "cuInit", absent)
     monkeypatch.setattr(driver, "load_driver", driver_library.load_driver.__wrapped__)
-    monkeypatch.setattr("cuda.bindings.driver.cuInit", absent)
     result = trace(model, "hello", "-o", tmp_path / "t.json")
     assert result.exit_code == 10
     assert result.stderr.splitlines()[-1].endswith("or let the CPU compute (--backend cpu of ete run, chat and serve)")

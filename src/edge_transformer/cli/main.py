@@ -50,12 +50,13 @@ Exit codes:
     4  model refused: not supported     10  GPU, its driver or compiler
     5  model not found                 130  interrupted by Ctrl-C
                                        141  reader of the output has gone
+A server that Ctrl-C ends while it serves is done: 0; while it starts: 130.
 
 \b
-Environment: ETE_CACHE (folder of the demo model and of compiled GPU kernels), HF_HOME,
-HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE (hub models), ETE_THREADS (CPU threads, unless
---threads says), ETE_CPU_ISA (force an instruction set), ETE_API_KEY (of the server),
-NO_COLOR.
+Environment: ETE_CACHE (folder of the demo model and of compiled GPU kernels; without it
+edge-transformer in XDG_CACHE_HOME, or in ~/.cache), HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE (hub models), ETE_THREADS (CPU threads, unless --threads says),
+ETE_CPU_ISA (force an instruction set), ETE_API_KEY (of the server), NO_COLOR.
 """
 
 

@@ -154,7 +154,7 @@ def command(
     """Serve MODEL (a folder, a .gguf file, a hub id, or `demo`) over HTTP.
 
     Clients of OpenAI's interface use the address with /v1 at its end. SIGTERM or Ctrl-C ends the server after the
-    answers in the making; a second one ends it at once.
+    answers in the making (exit code 0); a second one ends it at once. Ctrl-C while the model loads: exit code 130.
     """
     missing = [name for name in ("starlette", "uvicorn", "msgspec", "llguidance") if find_spec(name) is None]
     if missing:

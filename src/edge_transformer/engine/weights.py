@@ -140,7 +140,7 @@ class HostWeights:
                     with lock:
                         done += item.info.nbytes
                         if progress is not None:
-                            progress("load", done, total)
+                            progress("loading weights", done, total)
             except BaseException as error:  # noqa: BLE001 - raised below, by the thread that waits
                 failures.append(error)
 
