@@ -70,9 +70,12 @@ def test_options_of_a_gpu_need_one(given: dict[str, object], name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--vram", "0"), "vram_bytes (--vram) is 0; allowed: 1 or more"),
-        (("--gpu-arch", "5.0"), "force_capability (--gpu-arch) is 5.0; allowed: 7.5, the oldest path there is"),
-        (("--gpu-arch", "7.4"), "force_capability (--gpu-arch) is 7.4; allowed: 7.5"),
+        (("--vram", "0"), "Error: --vram (vram_bytes in Python) is 0; allowed: 1 byte or more"),
+        (
+            ("--gpu-arch", "5.0"),
+            "--gpu-arch (force_capability in Python) is 5.0; allowed: 7.5, the oldest path there is",
+        ),
+        (("--gpu-arch", "7.4"), "--gpu-arch (force_capability in Python) is 7.4; allowed: 7.5"),
     ],
 )
 def test_values_that_no_gpu_takes_are_refused_before_one_is_sought(
@@ -109,6 +112,6 @@ def test_settings_of_a_gpu_are_refused_for_another_backend() -> None:
         LLM("demo", gpu=GpuSettings())
     with pytest.raises(UsageError, match="lm_head is 'disk'"):
         GpuSettings(lm_head="disk")
-    with pytest.raises(UsageError, match=r"kv_bytes \(--kv-budget\) is 0; allowed: 1 or more"):
+    with pytest.raises(UsageError, match=r"--kv-budget \(kv_bytes in Python\) is 0; allowed: 1 byte or more"):
         GpuSettings(kv_bytes=0)
     assert GpuSettings(force_capability=(7, 5), vram_bytes=1, kv_bytes=1).force_capability == (7, 5)

@@ -63,6 +63,15 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_loaded(tmp_pat
     assert "does not exist" in result.stderr
 
 
+def test_a_full_disk_under_the_trace_is_told_with_its_name(model: Path, gpu: None) -> None:
+    options = ("--max-tokens", 2, "--ignore-eos", "--raw", "--ctx", 64, "--threads", 1)
+    result = trace(model, "hello", "-o", "/dev/full", *options)
+    assert result.exit_code == 9
+    assert result.stderr.splitlines()[-1] == (
+        "Error: the trace cannot be written to /dev/full: No space left on device; make room, or name another --output"
+    )
+
+
 def test_without_a_driver_the_advice_is_one_that_can_be_followed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from edge_transformer.cli.ledger import ledger
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import generation_config, load_model, trace_options
 from edge_transformer.cli.run import read_prompt
+from edge_transformer.errors import storage_error
 
 
 @click.command("trace", short_help="Record what a GPU does while it answers one prompt.")
@@ -71,7 +72,10 @@ def command(
         messages.append({"role": "user", "content": text})
         generation = write_answer(llm, text if raw else messages, config, raw=raw, show=False)
         spans = timeline.finish()
-    output.write_text(json.dumps(chrome_trace(spans, timeline.device)), encoding="utf-8")
+    try:
+        output.write_text(json.dumps(chrome_trace(spans, timeline.device)), encoding="utf-8")
+    except OSError as error:
+        raise storage_error(error, f"the trace cannot be written to {output}", "name another --output") from error
     note(statistics(generation))
     summary = summarize(spans)
     nothing = "no decode pass was traced: the answer has one token (see --max-tokens and --ignore-eos)"

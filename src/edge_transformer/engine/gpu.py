@@ -81,12 +81,13 @@ class GpuSettings:
             raise UsageError(f"sequences is {self.sequences}; allowed: 1 or more")
         if self.lm_head is not None and self.lm_head not in tuple(HeadPlace):
             raise UsageError(f"lm_head is {self.lm_head!r}; allowed: {', '.join(HeadPlace)}")
-        for name, nbytes in (("vram_bytes (--vram)", self.vram_bytes), ("kv_bytes (--kv-budget)", self.kv_bytes)):
+        for option, field in (("--vram", "vram_bytes"), ("--kv-budget", "kv_bytes")):
+            nbytes = getattr(self, field)
             if nbytes is not None and nbytes < 1:
-                raise UsageError(f"{name} is {nbytes}; allowed: 1 or more")
+                raise UsageError(f"{option} ({field} in Python) is {nbytes}; allowed: 1 byte or more")
         if self.force_capability is not None and self.force_capability < OLDEST_CAPABILITY:
             raise UsageError(
-                f"force_capability (--gpu-arch) is {_version(self.force_capability)}; allowed: "
+                f"--gpu-arch (force_capability in Python) is {_version(self.force_capability)}; allowed: "
                 f"{_version(OLDEST_CAPABILITY)}, the oldest path there is, up to the GPU's own capability"
             )
 

@@ -36,11 +36,11 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.format not in ("int8", "int8-row", "int4"):
-            raise UsageError(f"format (--format) is {self.format!r}; there are int8, int8-row and int4")
+            raise UsageError(f"--format is {self.format!r}; there are int8, int8-row and int4")
         if self.format != "int4" and (self.group is not None or self.minimums):
             raise UsageError(f"--group and --minimums are settings of int4; {self.format} has none: leave them out")
         if self.group is not None and self.group not in GROUPS:
-            raise UsageError(f"group (--group) is {self.group}; there are 32, 64 and 128")
+            raise UsageError(f"--group is {self.group}; there are 32, 64 and 128")
         if self.minimums and self.group != 32:
             raise UsageError(
                 "--minimums need groups of 32 (--group 32): with larger ones they cost as many bytes as smaller groups "
