@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write each value: a model that may add blanks for ever sometimes does."""
 
+EXACT_INTEGERS = 2**53
+
 _SHOWN_CHARACTERS = 300
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 class Grammars:
@@ -124,10 +127,45 @@ class AfterMark:
 
 def json_grammar(schema: Mapping[str, Any], param: str) -> str:
     """The grammar of JSON texts of a schema. Raises ApiError."""
+    _refuse_inexact(schema, param)
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": JSON_LAYOUT}))
     except ValueError as error:
         raise invalid(f"{param} is no JSON schema: {_shortened(str(error))}", param, "invalid_schema") from error
+
+
+def _refuse_inexact(schema: object, param: str) -> None:
+    """Raises ApiError for a value that the grammar would round, as it holds numbers in doubles."""
+    if isinstance(schema, list):
+        for index, item in enumerate(schema):
+            _refuse_inexact(item, f"{param}[{index}]")
+    if not isinstance(schema, Mapping):
+        return
+    for key, value in schema.items():
+        where = f"{param}.{key}"
+        if key in ("const", "enum"):
+            number = _inexact(value)
+            if number is not None:
+                shown = _shortened(str(number))
+                raise invalid(
+                    f"{where} has the number {shown}: integers beyond 2^53 = {EXACT_INTEGERS} are not kept exactly; "
+                    "ask for a string",
+                    where,
+                    "invalid_schema",
+                )
+        elif key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            for name, item in value.items():
+                _refuse_inexact(item, f"{where}.{name}")
+        elif key not in ("default", "examples"):
+            _refuse_inexact(value, where)
+
+
+def _inexact(value: object) -> int | None:
+    """An integer within `value` that may be no double."""
+    if isinstance(value, int):
+        return value if abs(value) > EXACT_INTEGERS else None
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next((number for number in map(_inexact, items) if number is not None), None)
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
