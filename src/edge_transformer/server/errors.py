@@ -79,4 +79,10 @@ def of_error(error: Exception) -> ApiError:
     if isinstance(error, EdgeTransformerError):
         return ApiError(500, str(error), code="engine_error")
     log.error("a request met a fault of the server", exc_info=error)
-    return ApiError(500, f"the server failed: {type(error).__name__}: {error}", code="engine_error")
+    return ApiError(500, f"the server failed: {public_reason(error)}", code="engine_error")
+
+
+def public_reason(error: BaseException) -> str:
+    """What anybody may read of an error. Those that nobody has foreseen may hold paths or pieces of prompts."""
+    name = type(error).__name__
+    return f"{name}: {error}" if isinstance(error, EdgeTransformerError) else f"{name}; the server's log says more"

@@ -13,6 +13,7 @@ from edge_transformer.engine.llm import LLM
 from edge_transformer.engine.request import Limits, Request, StoppedError
 from edge_transformer.engine.scheduler import Scheduler
 from edge_transformer.errors import EdgeTransformerError
+from edge_transformer.server.errors import public_reason
 from edge_transformer.server.grammar import Grammars
 
 log = logging.getLogger("edge_transformer.server")
@@ -125,9 +126,9 @@ class Service:
 
     def _engine_failed(self, error: Exception) -> None:
         """Called in the thread of the scheduler that has ended."""
-        self.reason = f"{type(error).__name__}: {error}"
+        self.reason = public_reason(error)
         failed, self._running = self._running, None
-        log.error("the engine failed: %s", self.reason, exc_info=error)
+        log.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
         self._restarting = threading.Thread(target=self._restart, args=(failed,), name="ete-restart", daemon=True)
         self._restarting.start()
 
@@ -142,8 +143,9 @@ class Service:
             try:
                 running = self._open()
             except (EdgeTransformerError, OSError, MemoryError) as error:
-                self.reason = f"{type(error).__name__}: {error}"
-                log.error("the model cannot be opened again: %s; next try in %.0f s", self.reason, pause)
+                self.reason = public_reason(error)
+                what = f"{type(error).__name__}: {error}"
+                log.error("the model cannot be opened again: %s; next try in %.0f s", what, pause)
                 self._closed.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             else:
