@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import resource
@@ -26,6 +27,7 @@ from edge_transformer.cli.main import ete
 from edge_transformer.engine.request import Limits
 from edge_transformer.errors import GpuError
 from edge_transformer.server import delivery, job, run, service
+from edge_transformer.server.errors import public_reason
 from server.tiny_server import Served, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -152,6 +154,29 @@ def test_a_fault_is_told_and_the_engine_opened_again(model_path: Path) -> None:
         assert len(opened) == 2
 
 
+def test_a_fault_of_the_engine_that_nobody_has_foreseen(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(model_path) as served:
+
+        def fail(*arguments: object) -> None:
+            raise ValueError("/home/me/models: hello")
+
+        served.service.running.llm.engine.step = fail  # type: ignore[method-assign, assignment]
+        status, answer = served.post(TEXT, {"model": "tiny", "prompt": "hello"})
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert "ValueError" in answer["error"]["message"]
+        assert "/home" not in str(answer)
+        assert "hello" not in str(answer)
+        until(lambda: served.service.reason is None and served.service.ready)
+    failures = [record for record in caplog.records if "the engine failed" in record.message]
+    assert len(failures) == 1
+    assert failures[0].exc_info
+
+
+def test_reasons_that_anybody_may_read_have_no_internals() -> None:
+    assert public_reason(GpuError("the GPU is away")) == "GpuError: the GPU is away"
+    assert "/home" not in public_reason(OSError(2, "no such file", "/home/me/model"))
+
+
 @contextlib.contextmanager
 def process(model_path: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
     """`ete serve` as it is started by people."""
@@ -191,6 +216,25 @@ def test_a_signal_lets_answers_end(model_path: Path, number: signal.Signals) -> 
         until(lambda: b"ete_requests_running 1" in metrics_of(served))
         running.send_signal(number)
         assert answer.result()[1]["usage"]["completion_tokens"] == 1500
+        assert running.wait(20) == 0
+
+
+def test_connections_while_answers_end(model_path: Path) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "abc", "max_tokens": 1900, "ignore_eos": True}).encode()
+    with process(model_path) as (running, served):
+        idle, busy = (http.client.HTTPConnection("127.0.0.1", served.port, timeout=60) for _ in range(2))
+        idle.request("GET", "/health")
+        assert idle.getresponse().read() == b'{"status":"ok"}'
+        busy.request("POST", TEXT, body, {"content-type": "application/json"})
+        until(lambda: b"ete_requests_running 1" in metrics_of(served))
+        running.send_signal(signal.SIGTERM)
+        assert idle.sock.recv(1) == b""
+        with pytest.raises(ConnectionRefusedError):
+            served.ask("GET", "/health")
+        assert running.poll() is None
+        response = busy.getresponse()
+        assert json.loads(response.read())["usage"]["completion_tokens"] == 1900
+        assert response.headers["connection"] == "close"
         assert running.wait(20) == 0
 
 

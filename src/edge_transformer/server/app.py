@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edge_transformer.server.access import Access, AccessSettings
 from edge_transformer.server.chat import ChatCompletion
@@ -177,7 +177,24 @@ def make_app(service: Service, settings: AppSettings) -> ASGIApp:
         Route("/health", _answering(app.health), methods=["GET"]),
     ]
     handlers = {HTTPException: _http_error}
-    return Access(Starlette(routes=routes, exception_handlers=handlers), settings.access)
+    return Access(_closing(Starlette(routes=routes, exception_handlers=handlers), service), settings.access)
+
+
+def _closing(app: ASGIApp, service: Service) -> ASGIApp:
+    """While the service ends, answers say that their connection is closed after them: a proxy that keeps connections
+    would send its next request into it.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_closing(message: Message) -> None:
+            if service.draining and message["type"] == "http.response.start":
+                headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"connection"]
+                message = {**message, "headers": [*headers, (b"connection", b"close")]}
+            await send(message)
+
+        await app(scope, receive, send_closing)
+
+    return answer
 
 
 def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
