@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import json
+import logging
 import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
 import openai
 import pytest
+from starlette.requests import Request
 
 from edge_transformer.engine.request import Limits
+from edge_transformer.server.app import _answering
+from edge_transformer.server.delivery import EventStream, WholeAnswer
 from edge_transformer.server.errors import ApiError
+from edge_transformer.server.grammar import json_grammar
 from edge_transformer.server.parameters import read_request
 from edge_transformer.server.schema import CompletionRequest, Message
 from edge_transformer.text.roles import ROLES
@@ -93,6 +101,130 @@ def test_a_message_at_fault_is_named(served: Served, message: object, param: str
 def test_malformed_json(served: Served, body: bytes) -> None:
     error = refused(served, CHAT, body)
     assert error["code"] in ("invalid_json", "invalid_value")
+
+
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_an_empty_body_is_called_empty(served: Served, body: bytes) -> None:
+    assert "body is empty" in refused(served, CHAT, body)["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("temperature", 2.5, ("2.0", "2.5")),
+        ("top_p", -0.125, ("0.0", "-0.125")),
+        ("n", 129, ("128", "129")),
+        ("max_tokens", "many", ('"many"',)),
+        ("logprobs", 5, ("5", "top_logprobs")),
+        ("reasoning_effort", "enormous", ("enormous",)),
+    ],
+)
+def test_the_value_is_named_beside_the_limit(served: Served, field: str, value: object, said: tuple[str, ...]) -> None:
+    message = refused(served, CHAT, {"model": "tiny", "messages": HELLO, field: value})["message"]
+    assert all(word in message for word in (field, *said))
+
+
+def test_long_values_are_shortened(served: Served) -> None:
+    message = refused(served, CHAT, {"model": "tiny", "messages": HELLO, "max_tokens": "x" * 10_000})["message"]
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "x"}},
+        {"image_url": {"url": "x"}, "type": "image_url"},
+    ],
+)
+def test_parts_other_than_text_are_told_so(served: Served, part: object) -> None:
+    message = refused(served, CHAT, {"model": "tiny", "messages": [{"role": "user", "content": [part]}]})["message"]
+    assert "image_url" in message
+    assert "text only" in message
+
+
+def test_no_effort_is_what_a_model_does_that_cannot_reason(served: Served) -> None:
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "temperature": 0}
+    status, answer = served.post(CHAT, {**body, "reasoning_effort": "none"})
+    assert status == 200, answer
+    assert answer["choices"] == served.post(CHAT, body)[1]["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", ["edge_transformer.server.app.chat_prompt", "edge_transformer.server.job.Job.events"])
+def test_faults_that_nobody_has_foreseen(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str, stream: bool
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("/home/me/models: hello")
+
+    monkeypatch.setattr(place, fail)
+    status, answer = served.post(CHAT, {"model": "tiny", "messages": HELLO, "stream": stream})
+    assert status == 500
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["error"]["type"] == "server_error"
+    assert "/home" not in str(answer)
+    assert "hello" not in str(answer)
+    traced = [record for record in caplog.records if record.exc_info]
+    assert len(traced) == 1
+    assert "in fail" in logging.Formatter().formatException(traced[0].exc_info or (None, None, None))
+    assert served.service.ready
+
+
+@pytest.mark.parametrize("value", [2**53 + 1, -(2**63), 2**64, 10**30])
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+def test_integers_that_a_grammar_would_round(served: Served, keyword: str, value: int) -> None:
+    schema = {"properties": {"enum": {keyword: value if keyword == "const" else ["x", {"y": value}]}}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    error = refused(served, CHAT, {"model": "tiny", "messages": HELLO, "response_format": response_format})
+    assert error["param"].endswith(f".properties.enum.{keyword}")
+    assert str(value) in error["message"]
+
+
+@pytest.mark.parametrize("value", [2**53, -(2**53), 0.1])
+def test_numbers_that_a_grammar_keeps(served: Served, value: float) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": value}}, "required": ["a"], "additionalProperties": False}
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    status, answer = served.post(CHAT, {"model": "tiny", "messages": HELLO, "response_format": response_format})
+    assert status == 200, answer
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": value}
+
+
+def test_numbers_between_limits_have_no_exponent(served: Served) -> None:
+    running = served.service.running
+    bounds = {"minimum": -1000, "maximum": 1000}
+    for limits, kept in (({}, True), (bounds, False)):
+        grammar = json_grammar({"type": "number", **limits}, "x")
+        accepted = []
+        for text in ("1e999", "12.5"):
+            tokens = running.llm.tokenizer.encode(text, add_bos=False, parse_special=False)
+            matcher = running.grammars.matcher(grammar, "x")._matcher
+            accepted.append(matcher.validate_tokens(tokens) == len(tokens))
+        assert accepted == [kept, True]
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])
+def test_cancellation_and_interrupts_pass(error: type[BaseException]) -> None:
+    async def fail(*arguments: object) -> Any:
+        raise error
+
+    async def chunks() -> AsyncIterator[dict[str, Any]]:
+        raise error
+        yield {}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    answers: list[Callable[[], Any]] = [
+        lambda: _answering(fail)(Request({"type": "http"})),
+        lambda: WholeAnswer(fail, lambda: None).answer(send),
+        lambda: EventStream(chunks, lambda: None).answer(send),
+    ]
+    for answer in answers:
+        with pytest.raises(error):
+            answer().send(None)
+    assert not sent
 
 
 @pytest.mark.parametrize("value", [None, [], 5, "text"])
@@ -210,6 +342,16 @@ def test_an_answer_ends_with_the_context(served: Served) -> None:
     assert status == 200
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["total_tokens"] == 2048
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_the_context_has_end_with_it(served: Served, field: str) -> None:
+    messages = [{"role": "user", "content": "x" * 1900}]
+    body = {"model": "tiny", "messages": messages, field: 100_000, "ignore_eos": True}
+    status, answer = served.post(CHAT, body)
+    assert status == 200
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == served.ask("GET", "/v1/models")[1]["data"][0]["max_model_len"] == 2048
 
 
 def test_limits_of_tokens_that_contradict_each_other(served: Served) -> None:

@@ -78,7 +78,10 @@ def _variables(request: ChatRequest, reasons: bool) -> dict[str, Any]:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         if not reasons:
-            raise invalid("this model does not reason; leave reasoning_effort out", "reasoning_effort")
+            if request.reasoning_effort == "none":  # what it does anyway
+                return variables
+            effort = f"this model does not reason; leave reasoning_effort {request.reasoning_effort!r} out"
+            raise invalid(effort, "reasoning_effort")
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     return variables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from typing import Any
 
 import msgspec
@@ -15,11 +16,15 @@ from edge_transformer.server.schema import ChatRequest, CompletionRequest, Sampl
 LARGE_BODY_BYTES = 1 << 20
 
 SMALLEST_TOP_P = 1e-30
+_SHOWN_CHARACTERS = 60
+_CONTENT_PART = re.compile(r"messages\[\d+\]\.content\[\d+\]")
 _MASK = 2**64 - 1
 
 
 def read_request(body: bytes, kind: type[Any]) -> Any:
     """`body` as a request of this kind. Raises ApiError that names the field at fault."""
+    if not body.strip():
+        raise invalid("the body is empty; it has to be a JSON object", None, "invalid_json")
     # A body of millions of lists is read in a moment, in which nobody else runs. The garbage collector would look at
     # all of them again and again, and make seconds of it.
     pausing = len(body) > LARGE_BODY_BYTES and gc.isenabled()
@@ -30,11 +35,12 @@ def read_request(body: bytes, kind: type[Any]) -> Any:
     except msgspec.ValidationError as error:
         text = str(error)
         param = _path(text)
+        given = _at(body, param)
         if text.startswith("Expected `null`, got"):
             unsupported = f"{param} is not supported by this server; leave it out"
             raise invalid(unsupported, param, "unsupported_parameter") from error
         code = "unknown_parameter" if "unknown field" in text else "invalid_value"
-        raise invalid(text, param, code) from error
+        raise invalid(_explained(text, param, given, body, kind), param, code) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"the body is no valid JSON: {error}", None, "invalid_json") from error
     except RecursionError as error:
@@ -123,6 +129,44 @@ def _mixed(seed: int, index: int) -> int:
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
+
+
+def _explained(text: str, param: str | None, given: Any, body: bytes, kind: type[Any]) -> str:
+    """msgspec's message, with the value that was given, or with what is asked for instead."""
+    part = _CONTENT_PART.match(param or "")
+    if part is not None:
+        found = _at(body, part[0])
+        if isinstance(found, dict) and isinstance(found.get("type"), str) and found["type"] != "text":
+            shown = _shown(found["type"])
+            return f'{part[0]}.type is {shown}; this server understands text only: parts of type "text"'
+    if kind is ChatRequest and param == "logprobs" and isinstance(given, int):
+        return f"{text}, given: {_shown(given)}; for chats logprobs is true or false, and top_logprobs how many"
+    if isinstance(given, str | int | float) and "unknown field" not in text:
+        return f"{text}, given: {_shown(given)}"
+    return text
+
+
+def _shown(value: str | int | float) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def _at(body: bytes, path: str | None) -> Any:
+    """The value there, as far as it can be found."""
+    if path is None:
+        return None
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # only what comes before the fault was read
+        return None
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path.replace("[...]", ".")):
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and index and int(index) < len(value):
+            value = value[int(index)]
+        else:
+            return None
+    return value
 
 
 def _path(text: str) -> str | None:
