@@ -69,17 +69,30 @@ WORKING, IDLE = (
 )
 
 
-def test_send_stop_regenerate(page: Any, served: Served) -> None:
+def test_send_stop_regenerate(page: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     set_value(page, "temperature", "0")
     set_value(page, "max_tokens", "5")
     page.fill("#text", "hello")
     page.press("#text", "Enter")
     until(page, f"document.querySelector('.answer .foot')?.textContent.includes('written') && {IDLE}")
     first = page.locator(".answer").inner_text()
+    assert "Infinity" not in first
+    page.evaluate("document.querySelector('.answer').id = 'old'")
     page.click("#again")
+    # The browser may tell of the click before the page has seen it.
+    until(page, "!document.getElementById('old')")
     until(page, f"document.querySelector('.answer .foot')?.textContent.includes('written') && {IDLE}")
     assert page.locator(".answer").count() == 1
     assert page.locator(".answer").inner_text().split("\n")[0] == first.split("\n")[0]
+    engine = served.service.running.llm.engine
+    step = engine.step
+
+    def slow_step(*arguments: Any) -> Any:
+        """The whole of the answer would be there before the page has shown its beginning."""
+        time.sleep(0.005)
+        return step(*arguments)
+
+    monkeypatch.setattr(engine, "step", slow_step)
     set_value(page, "max_tokens", "1900")
     page.fill("#text", "and now a long one")
     page.click("#send")
