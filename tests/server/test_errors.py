@@ -155,14 +155,14 @@ def test_faults_that_nobody_has_foreseen(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str, stream: bool
 ) -> None:
     def fail(*arguments: object) -> None:
-        raise ValueError("/home/me/models: hello")
+        raise ValueError("/srv/me/models: hello")
 
     monkeypatch.setattr(place, fail)
     status, answer = served.post(CHAT, {"model": "tiny", "messages": HELLO, "stream": stream})
     assert status == 500
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert answer["error"]["type"] == "server_error"
-    assert "/home" not in str(answer)
+    assert "/srv" not in str(answer)
     assert "hello" not in str(answer)
     traced = [record for record in caplog.records if record.exc_info]
     assert len(traced) == 1

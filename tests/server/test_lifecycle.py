@@ -158,13 +158,13 @@ def test_a_fault_of_the_engine_that_nobody_has_foreseen(model_path: Path, caplog
     with serving(model_path) as served:
 
         def fail(*arguments: object) -> None:
-            raise ValueError("/home/me/models: hello")
+            raise ValueError("/srv/me/models: hello")
 
         served.service.running.llm.engine.step = fail  # type: ignore[method-assign, assignment]
         status, answer = served.post(TEXT, {"model": "tiny", "prompt": "hello"})
         assert (status, answer["error"]["type"]) == (500, "server_error")
         assert "ValueError" in answer["error"]["message"]
-        assert "/home" not in str(answer)
+        assert "/srv" not in str(answer)
         assert "hello" not in str(answer)
         until(lambda: served.service.reason is None and served.service.ready)
     failures = [record for record in caplog.records if "the engine failed" in record.message]
@@ -174,7 +174,7 @@ def test_a_fault_of_the_engine_that_nobody_has_foreseen(model_path: Path, caplog
 
 def test_reasons_that_anybody_may_read_have_no_internals() -> None:
     assert public_reason(GpuError("the GPU is away")) == "GpuError: the GPU is away"
-    assert "/home" not in public_reason(OSError(2, "no such file", "/home/me/model"))
+    assert "/srv" not in public_reason(OSError(2, "no such file", "/srv/me/model"))
 
 
 @contextlib.contextmanager
