@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from edge_transformer.cuda import attention, delta, elementwise, kv_offload, linear
+from edge_transformer.cuda import attention, delta, elementwise, host_reads, linear
 from edge_transformer.cuda.compiler import compile_all
 from edge_transformer.cuda.cubin_cache import KernelCache
 from edge_transformer.cuda.runtime import KernelSource
@@ -33,7 +33,7 @@ def all_sources(capability: tuple[int, int]) -> list[KernelSource]:
         *linear.all_sources(formats, capability),
         *attention.all_sources(capability),
         *delta.all_sources(),
-        kv_offload.bring_tiles_source(),
+        *host_reads.host_reads_sources(),
     ]
     return list(dict.fromkeys(sources))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cuda.cache_writer import write_and_read
 from cuda.kernel_sources import basic
 from edge_transformer.cuda import compiler
 from edge_transformer.cuda.compiler import KERNEL_FOLDER, compile_all, compile_kernel
@@ -52,16 +53,6 @@ def test_damaged_entries_are_absent(tmp_path: Path, damage: str) -> None:
     assert not path.exists()
     cache.put("norm", "abc", b"again")
     assert cache.get("norm", "abc") == b"again"
-
-
-def write_and_read(folder: Path) -> int:
-    cache, wrong = KernelCache(folder), 0
-    for i in range(200):
-        content = bytes([i]) * 50_000
-        cache.put("kernel", str(i % 3), content[: 1000 * (i % 3 + 1)])
-        got = cache.get("kernel", str(i % 3))
-        wrong += got is None or len(got) != 1000 * (i % 3 + 1) or len(set(got)) != 1
-    return wrong
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from edge_transformer.cuda.arena import Arena
+from edge_transformer.cuda.host_reads import HostReads
 from edge_transformer.cuda.kv_offload import KvOffload
 from edge_transformer.cuda.tile_memory import LockedTileMemory
 from edge_transformer.engine.kv import LayerTiles, TileGeometry
@@ -67,7 +68,7 @@ def test_every_position_that_is_seen_arrives(
     geometry = TileGeometry(kv_heads, head_dim, kv_dtype, None)
     nbytes = geometry.tile_bytes
     landing = gpu.allocate_host(nbytes, "a tile as it arrived")
-    offload = KvOffload(gpu, Arena(gpu, 4 * nbytes + 1024), 2 * nbytes, compute)
+    offload = KvOffload(gpu, Arena(gpu, 4 * nbytes + 1024), 2 * nbytes, compute, HostReads(gpu))
     memory, tables, contents = LockedTileMemory(gpu, compute), [], []
     for sequence in range(int(batch.row_sequence.max()) + 1):
         tiles = LayerTiles(geometry, memory)

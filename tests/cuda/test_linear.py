@@ -239,8 +239,11 @@ def test_fast_prefill_rounds_to_bf16(weight_format: WeightFormat) -> None:
     minimum_free = weight_format not in {WeightFormat.Q4_1, WeightFormat.Q5_1, WeightFormat.Q4_K, WeightFormat.Q5_K}
     if minimum_free:
         rounded = bf16(x).astype(np.float64) @ bf16(made.values).astype(np.float64).T
-        assert np.median(np.abs(got - rounded)) < 1e-6 * largest  # a value may round the other way
-        assert np.abs(got - rounded).max() < 1e-3 * largest
+        assert np.median(np.abs(got - rounded)) < 1e-6 * largest
+        # A value in the middle between two bf16 may round the other way: two of them in a sum, by one ulp each.
+        ulps = np.exp2(np.floor(np.log2(np.abs(made.values) + 1e-30)) - 7)
+        largest_flip = (np.abs(bf16(x))[:, None, :] * ulps).max(axis=2)
+        assert (np.abs(got - rounded) <= 2 * largest_flip + 1e-6 * largest).all()
     decode = ops.product(ops.at.weight(made.weight), x, prompt=0)
     assert np.array_equal(decode, exact_ops.product(exact_ops.at.weight(made.weight), x, prompt=0))
 

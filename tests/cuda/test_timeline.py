@@ -95,6 +95,8 @@ def test_a_traced_run_has_the_same_logits_and_orderly_spans(path: Path, mode: st
     assert names.count("logits") == DECODED + 1
     assert names.count("embedding rows") == DECODED + -(-prompt // 64)
     assert names.count("output projection on the CPU") == (DECODED + 1 if mode == "least" else 0)
+    # Copies that compute has to wait for would come after the weights that were queued ahead.
+    assert not [span for span in tracks["compute"] if span.kind is Kind.TO_GPU]
     kernels = {span.name for span in tracks["compute"] if span.kind is Kind.KERNELS}
     assert {"layer 0 mixer", "layer 0 gate_up", "layer 0 down"} <= kernels
 

@@ -30,7 +30,8 @@ from edge_transformer.cuda.delta import workspace_bytes as delta_workspace_bytes
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, DeviceBatch
 from edge_transformer.cuda.elementwise import ElementwiseOps
 from edge_transformer.cuda.gemm_shape import gemm_workspace_bytes
-from edge_transformer.cuda.kv_offload import KvOffload, bring_tiles_source
+from edge_transformer.cuda.host_reads import HostReads, Rows, host_reads_sources
+from edge_transformer.cuda.kv_offload import KvOffload
 from edge_transformer.cuda.launch_rows import LaunchRows
 from edge_transformer.cuda.linear import LinearOps
 from edge_transformer.cuda.runtime import Gpu, Memory, Stream
@@ -78,12 +79,18 @@ class CudaBackend:
         self._widest = widest
         self._kv_memory = () if kv_memory is None else (kv_memory,)
         self._state_memory = () if state_memory is None else (state_memory,)
-        self._offload = None if kv_memory is not None else KvOffload(gpu, arena, kv_buffer_bytes, compute)
+        self._host_reads = HostReads(gpu)
+        self._offload = (
+            None if kv_memory is not None else KvOffload(gpu, arena, kv_buffer_bytes, compute, self._host_reads)
+        )
         self._linear = LinearOps(gpu, fast_prefill)
         self._elementwise = ElementwiseOps(gpu)
         block_bytes = DeviceBatch.block_bytes(capacity)
         self._device = DeviceBatch(
-            gpu, arena.take(block_bytes, "batch arrays"), gpu.allocate_host(block_bytes, "batch arrays"), capacity
+            self._host_reads,
+            arena.take(block_bytes, "batch arrays"),
+            gpu.allocate_host(block_bytes, "batch arrays"),
+            capacity,
         )
         self._batch: Batch | None = None
         self._rows = LaunchRows(0, 0, 0, 0)
@@ -124,8 +131,7 @@ class CudaBackend:
             sources += attention_sources(shape, capability, self._fast)
         for delta in deltas:
             sources += delta_sources(delta)
-        if self._offload is not None:
-            sources.append(bring_tiles_source())
+        sources += host_reads_sources()
         self._gpu.prepare(list(dict.fromkeys(sources)))
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
@@ -162,8 +168,8 @@ class CudaBackend:
             # All that the graph reads is in place: the GPU works while Python walks through the layers.
             self._graphs.replay()
         else:
-            bound = self._rows.prompt + self._rows.decode
-            self._gpu.copy(out.address, rows.address, bound * out.shape[1] * ITEM_BYTES[DType.F32], self._compute)
+            nbytes = (self._rows.prompt + self._rows.decode) * out.shape[1] * ITEM_BYTES[DType.F32]
+            self._host_reads.read(out.address, rows.address, nbytes, self._compute)
 
     def add_norm(
         self,
@@ -365,13 +371,11 @@ class CudaBackend:
         rows, columns, computed = hidden.shape[0], out.shape[1], weight.layout.rows
         logits = self._stage(rows, computed)
         self._host.lm_head(weight, _host_tensor(hidden), rows, softcap, logits)
-        if computed == columns:
-            self._gpu.copy(out.address, logits.address, logits.nbytes, self._compute)
-            return
         item = ITEM_BYTES[DType.F32]
-        for row in range(rows):
-            target = out.address + ((row + 1) * columns - computed) * item
-            self._gpu.copy(target, logits.address + row * computed * item, computed * item, self._compute)
+        end_of_rows = Rows(rows, computed * item, computed * item, columns * item)
+        self._host_reads.read_rows(
+            out.address + (columns - computed) * item, logits.address, end_of_rows, self._compute
+        )
 
     def _begin(self, batch: Batch) -> None:
         """Upload a batch at its first op."""

@@ -1,4 +1,4 @@
-"""A pass's batch on the GPU: flat arrays of bounded size in one block, uploaded by one copy.
+"""A pass's batch on the GPU: flat arrays of bounded size in one block, which a kernel reads from the host.
 
 Kernels read positions, lengths and counts from device memory and leave early beyond the live rows, so a captured graph
 is replayed unpatched: the addresses never change, and grids depend on the buckets only.
@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from edge_transformer.cuda.attention import query_block_entries, query_blocks
 from edge_transformer.cuda.delta import PIECE_INTS, START_INTS, decode_order, piece_entries, pieces
-from edge_transformer.cuda.runtime import Gpu, Memory, Stream
+from edge_transformer.cuda.host_reads import HostReads
+from edge_transformer.cuda.runtime import Memory, Stream
 from edge_transformer.formats.weight import round_up
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch, PromptStage, prompt_stages
 from edge_transformer.ops.tensor import array_at
@@ -61,9 +62,9 @@ class DeviceBatch:
     state_table(layer)  int64 [sequences]: addresses of blocks of recurrent state
     """
 
-    def __init__(self, gpu: Gpu, address: int, staging: Memory, capacity: BatchCapacity) -> None:
+    def __init__(self, host_reads: HostReads, address: int, staging: Memory, capacity: BatchCapacity) -> None:
         """`address`: block_bytes(capacity) bytes of device memory; `staging`: as many page-locked host bytes."""
-        self._gpu = gpu
+        self._host_reads = host_reads
         self._staging = staging
         self._offsets, self.nbytes = _offsets(capacity)
         self._ropes_at = self._offsets.get("cos.0", self.nbytes)
@@ -188,15 +189,15 @@ class DeviceBatch:
             self._stage_recurrent(batch)
 
     def upload(self, rows: int, stream: Stream) -> None:
-        """Queue the copy of what is staged, for launches of up to `rows` rows. Of the ropes, which are most of the
-        bytes, only those rows are copied.
+        """Queue bringing what is staged, for launches of up to `rows` rows. Of the ropes, which are most of the bytes,
+        only those rows are read.
         """
-        self._gpu.copy(self._address, self._staging.address, self._ropes_at, stream)
+        self._host_reads.read(self._address, self._staging.address, self._ropes_at, stream)
         for rope, rotary_dim in enumerate(self._capacity.rotary_dims):
             for name in (f"cos.{rope}", f"sin.{rope}"):
                 offset = self._offsets[name]
                 nbytes = min(rows, self._capacity.rows) * rotary_dim // 2 * 4
-                self._gpu.copy(self._address + offset, self._staging.address + offset, nbytes, stream)
+                self._host_reads.read(self._address + offset, self._staging.address + offset, nbytes, stream)
 
     def _stage_recurrent(self, batch: Batch) -> None:
         capacity = self._capacity
@@ -247,7 +248,7 @@ def _offsets(capacity: BatchCapacity) -> tuple[dict[str, int], int]:
         sizes["decode_starts"] = rows * START_INTS * 4
         sizes["decode_next"] = rows * 4
         sizes["state_tables"] = capacity.layers * capacity.sequences * 8
-    for rope, rotary_dim in enumerate(capacity.rotary_dims):  # last: `upload` copies them apart
+    for rope, rotary_dim in enumerate(capacity.rotary_dims):  # last: `upload` reads them apart
         sizes[f"cos.{rope}"] = sizes[f"sin.{rope}"] = rows * rotary_dim // 2 * 4
     offsets: dict[str, int] = {}
     total = 0

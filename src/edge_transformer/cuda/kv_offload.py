@@ -1,7 +1,7 @@
 """The KV cache in page-locked host memory: attention takes its tiles in runs, through buffers in the arena.
 
 Two buffers take runs by turns, so that the copy of the next runs under the compute of this one. The kernels that append
-keys and values write to the host's tiles themselves. Tiles that a pass appends to are brought by a kernel: a copy would
+keys and values write to the host's tiles themselves. Tiles that a pass appends to are read by a kernel: a copy would
 wait behind those of weights of layers to come, while these fill slots that only this layer's end makes free.
 """
 
@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from edge_transformer.cuda.arena import Arena
 from edge_transformer.cuda.attention import KvRun
-from edge_transformer.cuda.runtime import Event, Gpu, Kernel, KernelSource, Stream
+from edge_transformer.cuda.host_reads import HostReads, Rows
+from edge_transformer.cuda.runtime import Event, Gpu, Stream
 from edge_transformer.formats.weight import round_up
 from edge_transformer.ops.backend import AttentionShape
 from edge_transformer.ops.batch import KV_TILE_POSITIONS, Batch
@@ -24,14 +25,7 @@ from edge_transformer.ops.tensor import ITEM_BYTES
 KV_BUFFERS = 2
 
 LIVE_STEP = 128
-"""Positions of the newest tile are brought in such steps: kernels load some that they leave out."""
-
-BLOCK_BYTES = 16 << 10
-"""What a block of bring_tiles takes: 4 words of 16 bytes for each of its threads."""
-
-
-def bring_tiles_source() -> KernelSource:
-    return KernelSource("bring_tiles.cu", "bring_tiles", BLOCK_BYTES // 64)
+"""Positions of the newest tile are read in such steps: kernels load some that they leave out."""
 
 
 class KvOffload:
@@ -40,15 +34,15 @@ class KvOffload:
     A copy of older tiles needs no wait for those who appended to them: a pass begins when the one before has ended.
     """
 
-    def __init__(self, gpu: Gpu, arena: Arena, nbytes: int, compute: Stream) -> None:
+    def __init__(self, gpu: Gpu, arena: Arena, nbytes: int, compute: Stream, host_reads: HostReads) -> None:
         self._gpu = gpu
+        self._host_reads = host_reads
         self._nbytes = nbytes
         self._compute = compute
         self._copies = gpu.stream("KV copies")
         self._addresses = [arena.take(nbytes, f"KV buffer {index}") for index in range(KV_BUFFERS)]
         self._filled: list[Event] = [gpu.event() for _ in range(KV_BUFFERS)]
         self._freed: list[Event] = [gpu.event() for _ in range(KV_BUFFERS)]
-        self._bring: Kernel | None = None
         self._turn = 0
         for event in self._freed:
             gpu.record(event, compute)
@@ -85,29 +79,24 @@ class KvOffload:
                     self._gpu.record(self._filled[buffer], self._copies)
                     self._gpu.wait(self._compute, self._filled[buffer])
                 else:
-                    self._bring_appended(address, int(table[start]), start, count, newest, shape)
+                    self._read_appended(address, int(table[start]), start, count, newest, shape)
                 yield KvRun(address, start, count, sequence), number == 0, number == len(stretches) - 1
                 self._gpu.record(self._freed[buffer], self._compute)
 
-    def _bring_appended(
+    def _read_appended(
         self, buffer: int, tiles: int, start: int, count: int, newest: int, shape: AttentionShape
     ) -> None:
         """Tiles start to start + count on the compute stream: after the kernel that has appended to them."""
-        tile_planes = 2 * shape.kv_heads
-        plane_bytes = _tile_bytes(shape) // tile_planes
+        tile_bytes = _tile_bytes(shape)
+        full_bytes = (count - 1) * tile_bytes
+        if full_bytes:
+            self._host_reads.read(buffer, tiles, full_bytes, self._compute)
+        planes = 2 * shape.kv_heads
+        plane_bytes = tile_bytes // planes
         positions = min(newest + 1 - (start + count - 1) * KV_TILE_POSITIONS, KV_TILE_POSITIONS)
         live_bytes = round_up(positions, LIVE_STEP) * (plane_bytes // KV_TILE_POSITIONS)
-        nbytes, planes = count * _tile_bytes(shape), count * tile_planes
-        self._bring = self._bring or self._gpu.kernel(bring_tiles_source())  # compiled with the others, before
-        self._gpu.launch(
-            self._bring,
-            (-(-plane_bytes // BLOCK_BYTES), planes, 1),
-            0,
-            self._compute,
-            (tiles, buffer, np.int32(planes), np.int32(tile_planes), np.int32(plane_bytes), np.int32(live_bytes)),
-            reads=[(tiles, nbytes)],
-            writes=[(buffer, nbytes)],
-        )
+        last = Rows(planes, live_bytes, plane_bytes, plane_bytes)
+        self._host_reads.read_rows(buffer + full_bytes, tiles + full_bytes, last, self._compute)
 
     def settle(self) -> None:
         """Wait for copies that no kernel has waited for: those of a pass that was given up."""
