@@ -295,12 +295,14 @@ def decode_limit(opened: Opened, depth: int, bus: float) -> Limit:
     parts += [f"{kv / 1e6:.0f} MB of KV cache"] * bool(kv)
     terms = f"({' + '.join(parts)}) / {bus / 1e9:.1f} GB/s = {seconds * 1e3:.2f} ms"
     if plan.head in (HeadPlace.CPU, HeadPlace.SPLIT):
-        head_rate, head_bytes = host_head_rates(opened).alone, opened.head_bytes - head_streamed
+        rates, head_bytes = host_head_rates(opened), opened.head_bytes - head_streamed
         ahead = min(plan.slots * plan.slot_bytes, plan.streamed_bytes)
-        head_seconds, ahead_seconds = head_bytes / head_rate, (head_streamed + ahead) / bus
+        head_seconds, ahead_seconds = head_bytes / rates.alone, (head_streamed + ahead) / bus
         seconds += max(0.0, head_seconds - ahead_seconds)
         terms += (
-            f"; lm_head {head_bytes / 1e6:.0f} MB / {head_rate / 1e9:.1f} GB/s on the CPU = {head_seconds * 1e3:.2f} "
-            f"ms; {(head_streamed + ahead) / 1e6:.0f} MB of lm_head and slots hide {ahead_seconds * 1e3:.2f} ms of that"
+            f"; lm_head {head_bytes / 1e6:.0f} MB / {rates.alone / 1e9:.1f} GB/s on the CPU = "
+            f"{head_seconds * 1e3:.2f} ms; {(head_streamed + ahead) / 1e6:.0f} MB of lm_head and slots hide "
+            f"{ahead_seconds * 1e3:.2f} ms of that (beside each other: {rates.beside_copies / 1e9:.1f} GB/s, the bus "
+            f"{rates.bus_meanwhile / 1e9:.1f})"
         )
     return Limit(seconds, terms)
