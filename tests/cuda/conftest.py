@@ -13,7 +13,10 @@ import pytest
 
 import emulator
 import emulator.gpu
+from edge_transformer.cuda.runtime import Gpu
 from edge_transformer.engine.core import Engine
+
+_opened: list[Gpu] = []
 
 if os.environ.get("ETE_TEST_GPU"):
     from edge_transformer.cuda.driver import CudaGpu
@@ -31,10 +34,7 @@ if os.environ.get("ETE_TEST_GPU"):
             check_order: bool = True,
         ) -> None:
             super().__init__(forced_capability=capability)
-
-        def __del__(self) -> None:
-            if hasattr(self, "properties"):  # opened
-                self.close()
+            _opened.append(self)
 
     emulator.EmulatedGpu = emulator.gpu.EmulatedGpu = RealGpu  # type: ignore[misc, assignment]
 
@@ -44,8 +44,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+@pytest.fixture(autouse=True)
+def _close_real_gpus() -> Iterator[None]:
+    """At the end of the test: the garbage collector would do it while another records a graph."""
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
 @pytest.fixture
-def closing() -> Iterator[list[Engine]]:
+def closing(_close_real_gpus: None) -> Iterator[list[Engine]]:
     engines: list[Engine] = []
     yield engines
     for engine in engines:

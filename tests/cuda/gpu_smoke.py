@@ -10,6 +10,7 @@ import mmap
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -220,6 +221,43 @@ def graph(gpu: CudaGpu) -> str:
     return f"300 kernels in {took * 1e6:.0f} us"
 
 
+def recording_beside_another(gpu: CudaGpu) -> str:
+    """A graph is recorded while another thread opens, uses and closes the same card."""
+    arrays, stream = DeviceArrays(gpu), gpu.stream("recorded")
+    counter = arrays.put(np.zeros(1, np.int32), "counter")
+    loaded = gpu.kernel(basic("count_up", 32, ETE_STEP=3))
+    failures: list[Exception] = []
+
+    def use() -> None:
+        try:
+            other = CudaGpu()
+            others = DeviceArrays(other)
+            theirs = others.put(np.zeros(1, np.int32), "counter")
+            other.launch(other.kernel(basic("count_up", 32, ETE_STEP=3)), (1, 1, 1), 0, others.stream, (theirs,))
+            other.synchronize()
+            assert others.get(theirs)[0] == 3
+            others.close()
+            other.close()
+        except Exception as error:  # noqa: BLE001 - raised below, by the thread that waits
+            failures.append(error)
+
+    gpu.begin_capture(stream)
+    gpu.launch(loaded, (1, 1, 1), 0, stream, (counter,))
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    gpu.launch(loaded, (1, 1, 1), 0, stream, (counter,))
+    captured = gpu.end_capture(stream)
+    if failures:
+        raise failures[0]
+    captured.launch(stream)
+    gpu.synchronize()
+    assert arrays.get(counter)[0] == 6
+    captured.close()
+    arrays.close()
+    return "neither noticed the other"
+
+
 def forced_path() -> str:
     gpu = CudaGpu(forced_capability=(7, 5))
     loaded = gpu.kernel(basic("scale_add"))
@@ -281,7 +319,19 @@ def main() -> int:
     gpu = CudaGpu()
     print(f"        {gpu.properties}", flush=True)
     print(f"        NVRTC {compiler.compiler_version()}", flush=True)
-    for check in (memory, too_much, arena, copies, registration, kernel, large_shared, events, graph, messages):
+    for check in (
+        memory,
+        too_much,
+        arena,
+        copies,
+        registration,
+        kernel,
+        large_shared,
+        events,
+        graph,
+        recording_beside_another,
+        messages,
+    ):
         checks.run(check.__name__, lambda check=check: check(gpu))  # type: ignore[misc]
     checks.run("close", lambda: str(gpu.close()))
     for alone in (forced_path, compile_cache, wild_write):

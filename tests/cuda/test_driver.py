@@ -30,7 +30,7 @@ ATTRIBUTES = {
 
 
 STATUS_ONLY = {
-    *("cuCtxSetCurrent", "cuCtxSynchronize", "cuEventRecord", "cuEventDestroy", "cuFuncSetAttribute", "cuLaunchKernel"),
+    *("cuCtxSetCurrent", "cuEventRecord", "cuEventDestroy", "cuFuncSetAttribute", "cuLaunchKernel"),
     *("cuDevicePrimaryCtxRelease", "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphLaunch", "cuMemFree"),
     *("cuMemFreeHost", "cuMemHostRegister", "cuMemHostUnregister", "cuMemcpyAsync", "cuMemsetD8Async"),
     *("cuModuleUnload", "cuStreamBeginCapture", "cuStreamDestroy", "cuStreamSynchronize", "cuStreamWaitEvent"),
@@ -305,6 +305,26 @@ def test_on_a_lost_gpu_there_is_nothing_to_drop(gpu: CudaGpu, fake: FakeDriver) 
         gpu.synchronize(stream)
     gpu.drop_capture(stream)
     assert not fake.called("cuStreamIsCapturing")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_waiting_for_all_is_waiting_for_ones_own_streams(fake: FakeDriver, tmp_path: Path) -> None:
+    """A wait for the context that all of a process share would spoil what another is recording."""
+    streams = iter(range(100, 200))
+    fake.answers["cuStreamCreate"] = lambda _: (fake.real.CUresult.CUDA_SUCCESS, next(streams))
+    one, other = (CudaGpu(cache=KernelCache(tmp_path)) for _ in range(2))
+    one.begin_capture(one.stream("recorded"))
+    own = [other.stream(name).handle for name in "ab"]
+    memory = np.zeros(8192, np.uint8)
+    registration = other.register_host(memory.ctypes.data, 8192, read_only=False)
+    assert registration is not None
+    fake.calls.clear()
+    other.synchronize()
+    with registration:
+        pass
+    other.close()
+    assert fake.called("cuStreamSynchronize") == [[handle] for handle in own * 3]
+    assert not fake.called("cuCtxSynchronize")
 
 
 # ---- what is said when something is missing

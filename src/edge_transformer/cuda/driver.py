@@ -76,7 +76,8 @@ class CudaGpu:
         self._memories: set[CudaMemory] = set()
         self._registered: set[int] = set()  # addresses of registered host memory
         self._blocks: list[tuple[int, int, str]] = []
-        self._handles: list[tuple[str, Any]] = []  # (call that releases it, handle)
+        self._streams: list[CudaStream] = []
+        self._events: list[CudaEvent] = []
         self._kernels: dict[KernelSource, CudaKernel] = {}
         self._lost = False
         self._closed = False
@@ -160,7 +161,7 @@ class CudaGpu:
         finally:
             if start in self._registered:  # the GPU, closed first, has ended it
                 self._registered.discard(start)
-                self.release("cuCtxSynchronize")  # a copy may still read there
+                self._wait_for_all()  # a copy may still read there
                 self.release("cuMemHostUnregister", start)
 
     def declare_block(self, address: int, nbytes: int, label: str) -> None:
@@ -171,15 +172,15 @@ class CudaGpu:
     def stream(self, name: str) -> CudaStream:
         self._enter()
         handle = self.call("cuStreamCreate", self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
-        self._handles.append(("cuStreamDestroy", handle))
-        return CudaStream(name, handle)
+        self._streams.append(CudaStream(name, handle))
+        return self._streams[-1]
 
     def event(self, timing: bool = False) -> CudaEvent:
         self._enter()
         flags = self._driver.CUevent_flags
         handle = self.call("cuEventCreate", (flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING).value)
-        self._handles.append(("cuEventDestroy", handle))
-        return CudaEvent(self, handle, timing)
+        self._events.append(CudaEvent(self, handle, timing))
+        return self._events[-1]
 
     def record(self, event: Event, stream: Stream) -> None:
         self._enter()
@@ -196,7 +197,8 @@ class CudaGpu:
     def synchronize(self, stream: Stream | None = None) -> None:
         self._enter()
         if stream is None:
-            self.call("cuCtxSynchronize")
+            for each in self._streams:
+                self.synchronize(each)
             self._queued.clear()
         else:
             (status,) = self._driver.cuStreamSynchronize(cast(CudaStream, stream).handle)
@@ -298,7 +300,7 @@ class CudaGpu:
             return
         entered = getattr(_current, "gpu", None)
         self._enter()
-        self.release("cuCtxSynchronize")
+        self._wait_for_all()
         for memory in list(self._memories):
             memory.close()
         # Others of this process share the context and keep it alive, and registrations with it: of memory that is given
@@ -307,8 +309,10 @@ class CudaGpu:
             self.release("cuMemHostUnregister", self._registered.pop())
         for kernel in self._kernels.values():
             self.release("cuModuleUnload", kernel.module)
-        for call, handle in self._handles:
-            self.release(call, handle)
+        for event in self._events:
+            self.release("cuEventDestroy", event.handle)
+        for stream in self._streams:
+            self.release("cuStreamDestroy", stream.handle)
         self._closed = True
         _current.gpu = None  # others of this process, on the same GPU or another, set theirs when they come
         self.release("cuCtxSetCurrent", None)
@@ -346,6 +350,13 @@ class CudaGpu:
         return True
 
     # ---- inside
+
+    def _wait_for_all(self) -> None:
+        """Wait for this GPU's streams, unless it is lost. Not for the whole context: where another of this process
+        records a graph meanwhile that fails, and spoils the recording.
+        """
+        for stream in self._streams:
+            self.release("cuStreamSynchronize", stream.handle)
 
     def _open(self, ordinal: int) -> None:
         count = int(self.call("cuDeviceGetCount"))
