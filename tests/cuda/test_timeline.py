@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import sys
@@ -99,6 +100,16 @@ def test_a_traced_run_has_the_same_logits_and_orderly_spans(path: Path, mode: st
     assert not [span for span in tracks["compute"] if span.kind is Kind.TO_GPU]
     kernels = {span.name for span in tracks["compute"] if span.kind is Kind.KERNELS}
     assert {"layer 0 mixer", "layer 0 gate_up", "layer 0 down"} <= kernels
+
+
+def test_the_garbage_collector_leaves_out_what_was_there_while_it_records() -> None:
+    timeline = Timeline()
+    timeline.attach(EmulatedGpu(0))
+    gc.unfreeze()
+    timeline.start()
+    assert gc.get_freeze_count() > 10_000
+    timeline.finish()
+    assert gc.get_freeze_count() == 0
 
 
 def test_streamed_weights_arrive_while_layers_are_computed(path: Path) -> None:

@@ -7,6 +7,7 @@ perf_counter. One base event, recorded while nothing else is queued, ties the tw
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import time
 from collections.abc import Iterator
@@ -95,7 +96,11 @@ class Timeline:
         self._gpu = gpu
 
     def start(self) -> None:
-        """Begin, with the GPU idle; does nothing when it has begun. Raises ValueError without a GPU."""
+        """Begin, with the GPU idle; does nothing when it has begun. Raises ValueError without a GPU.
+
+        Until `finish` Python's garbage collector leaves out what there is now: with the many spans that are kept it
+        would come often, and looking through all objects of the process takes as long as a token or two.
+        """
         if self._base is not None:
             return
         gpu = self._attached()
@@ -109,6 +114,8 @@ class Timeline:
             gpu.synchronize(stream)
             self._base_host = (before + time.perf_counter()) / 2
         self._base = base
+        gc.collect()
+        gc.freeze()
         self.running = True
 
     def event(self) -> Event:
@@ -154,6 +161,7 @@ class Timeline:
         if self._base is not None and self.running:
             self._attached().synchronize()
             self.running = False
+            gc.unfreeze()
             for track, span, end in self._recorded:
                 first, last = (event.elapsed_ms(self._base) * 1e-3 for event in (span.start, end))
                 self._spans.append(Span(track, span.kind, span.name, first, last, span.nbytes, tuple(span.kernels)))
