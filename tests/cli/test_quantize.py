@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from edge_transformer import hub
 from edge_transformer.cli.main import ete
 from engine.test_llm import write_chat_model
 from paths import smollm2_path
@@ -122,17 +123,37 @@ def test_a_folder_that_is_there_is_left_alone(model: Path, tmp_path: Path) -> No
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("place", ["/proc", "{tmp_path}/file"])
-def test_a_folder_that_cannot_be_made_is_named(model: Path, tmp_path: Path, place: str) -> None:
-    (tmp_path / "file").touch()
-    folder = place.format(tmp_path=tmp_path)
-    reason = "No such file or directory" if folder == "/proc" else "Not a directory"
-    result = invoke("quantize", model, f"{folder}/out", "--format", "int8")
+def test_a_folder_that_cannot_be_made_is_named(model: Path) -> None:
+    result = invoke("quantize", model, "/proc/out", "--format", "int8")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: the folder {folder}/out cannot be made in {folder}: {folder}/out.partial: {reason}; "
+        "Error: the folder /proc/out cannot be made in /proc: /proc/out.partial: No such file or directory; "
         "give OUT as a name in a folder that can be written\n"
     )
+
+
+@pytest.mark.parametrize("kind", ["a file", "read only", "there"])
+def test_a_name_that_cannot_be_made_is_told_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def resolve(*_: object, **__: object) -> Path:
+        raise AssertionError("a model was looked for")
+
+    monkeypatch.setattr(hub, "resolve", resolve)
+    folder = tmp_path / "folder"
+    if kind == "a file":
+        folder.touch()
+        expected = f"{folder}/new/out cannot be made: {folder} is no folder; give OUT as a name in one"
+    elif kind == "read only":
+        monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+        folder.mkdir()
+        expected = f"{folder}/new/out cannot be made: {folder} cannot be written; give OUT as a name in a folder that"
+    else:
+        (folder / "new" / "out").mkdir(parents=True)
+        expected = f"{folder}/new/out exists; nothing is overwritten"
+    result = invoke("quantize", "some/model", f"{folder}/new/out", "--format", "int8")
+    assert result.exit_code == 2
+    assert expected in result.stderr
 
 
 @pytest.mark.parametrize("call", ["fdatasync", "rename"])

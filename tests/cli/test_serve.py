@@ -68,6 +68,7 @@ def test_an_address_that_cannot_be_had_is_told_before_the_model_is_opened(
     assert result.exit_code == 2, result.stderr
     assert message.format(port=port) in result.stderr
     assert "Errno" not in result.stderr
+    assert "Everybody who can reach" not in result.stderr  # nobody can
     if host != "127.0.0.1":
         assert result.stderr.endswith("give one with --host, such as 127.0.0.1, or 0.0.0.0 for all\n")
 

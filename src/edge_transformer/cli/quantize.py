@@ -59,10 +59,11 @@ def command(
     Interrupted, the same command goes on where it stopped (in OUT.partial). Nothing is overwritten.
     """
     from edge_transformer import hub
-    from edge_transformer.engine.quantize import quantize_model
+    from edge_transformer.engine.quantize import quantize_model, require_new_folder
     from edge_transformer.engine.quantize_plan import Quantization
 
     choice = Quantization(format_name, None if group is None else int(group), minimums)
+    require_new_folder(out)
     with progress_bar() as progress:
         path = hub.resolve(model, offline=offline, progress=progress)
         try:

@@ -179,15 +179,16 @@ def command(
     if api_key_file is not None and not keys:
         raise click.UsageError(f"There is no key in {api_key_file.name}.")
     access = AccessSettings(keys, origins, hosts_of(host))
-    if not keys and not access.hosts:
-        note(f"Everybody who can reach {host} can use this server: --api-key asks for a key.")
     limits = Limits(parallel, pass_tokens or (512 if options["backend"] == "cuda" else 128), queue)
     budget, shortens = partial(_kv_budget, asked=kv_budget), options["ctx"] is None
     known_as = name or _name_of(model)
     # An address that cannot be had is told before a model is loaded for it.
-    with bind(host, port) as bound, closing(Service(open_model, known_as, limits, budget, shortens)) as service:
-        app = make_app(service, AppSettings(access, max_body, log_prompts))
-        serve(app, service, bound, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
+    with bind(host, port) as bound:
+        if not keys and not access.hosts:
+            note(f"Everybody who can reach {host} can use this server: --api-key asks for a key.")
+        with closing(Service(open_model, known_as, limits, budget, shortens)) as service:
+            app = make_app(service, AppSettings(access, max_body, log_prompts))
+            serve(app, service, bound, drain_seconds, lambda address: note(f"{service.name} is served at {address}"))
 
 
 def _name_of(model: str) -> str:

@@ -111,6 +111,21 @@ class QuantizationReport:
         }
 
 
+def require_new_folder(out: Path) -> None:
+    """Raises UsageError where `out` exists, is no name, or lies in what is no folder: to be told before a model is
+    loaded for it.
+    """
+    if out.name in ("", ".."):
+        raise UsageError(f"{out} is no name for a new folder")
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists; nothing is overwritten: give another name, or delete it")
+    above = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise UsageError(f"{out} cannot be made: {above} is no folder; give OUT as a name in one")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UsageError(f"{out} cannot be made: {above} cannot be written; give OUT as a name in a folder that can")
+
+
 def quantize_model(
     source: Path,
     out: Path,
@@ -129,10 +144,7 @@ def quantize_model(
     for values that cannot be quantized; FormatError, UnsupportedModelError for the source.
     """
     settings = cpu_settings(threads=threads)
-    if out.name in ("", ".."):
-        raise UsageError(f"{out} is no name for a new folder")
-    if os.path.lexists(out):
-        raise UsageError(f"{out} exists; nothing is overwritten: give another name, or delete it")
+    require_new_folder(out)
     checkpoint = open_checkpoint(source)
     try:
         plan = plan_quantization(checkpoint, read_model(checkpoint), choice)
