@@ -112,6 +112,16 @@ def test_the_garbage_collector_leaves_out_what_was_there_while_it_records() -> N
     assert gc.get_freeze_count() == 0
 
 
+def test_the_garbage_collector_sees_everything_again_when_the_gpu_is_closed_before_the_end() -> None:
+    """As where a pass has failed: `finish` is not called, or fails too."""
+    timeline = Timeline()
+    gpu = TracingGpu(EmulatedGpu(0), timeline)
+    timeline.start()
+    assert gc.get_freeze_count() > 0
+    gpu.close()
+    assert gc.get_freeze_count() == 0
+
+
 def test_streamed_weights_arrive_while_layers_are_computed(path: Path) -> None:
     _, spans = traced(path, MODES["streamed by layers"], seed=1)
     fills = [span for span in spans if span.track == "weight copies" and span.kind is Kind.TO_GPU]

@@ -68,7 +68,7 @@ class StreamSpan:
 
 
 class Timeline:
-    """Records from `start` to `finish`. Used by the thread that uses the GPU.
+    """Records from `start` to `finish`, or until the GPU is closed. Used by the thread that uses the GPU.
 
     label: what is being queued, a segment of a layer say; kernels are told apart by it. NVTX ranges go along with the
     CPU's spans where the package `nvtx` is installed.
@@ -98,12 +98,13 @@ class Timeline:
     def start(self) -> None:
         """Begin, with the GPU idle; does nothing when it has begun. Raises ValueError without a GPU.
 
-        Until `finish` Python's garbage collector leaves out what there is now: with the many spans that are kept it
+        Until `stop` Python's garbage collector leaves out what there is now: with the many spans that are kept it
         would come often, and looking through all objects of the process takes as long as a token or two.
         """
         if self._base is not None:
             return
         gpu = self._attached()
+        gc.collect()
         stream = gpu.stream("timeline")
         self._free = [gpu.event(timing=True) for _ in range(EVENTS_AT_START)]
         base = gpu.event(timing=True)
@@ -114,9 +115,14 @@ class Timeline:
             gpu.synchronize(stream)
             self._base_host = (before + time.perf_counter()) / 2
         self._base = base
-        gc.collect()
         gc.freeze()
         self.running = True
+
+    def stop(self) -> None:
+        """Record no more. Does nothing where nothing is recorded."""
+        if self.running:
+            self.running = False
+            gc.unfreeze()
 
     def event(self) -> Event:
         """An event to record once. They are made many at a time: making one takes longer than recording it."""
@@ -160,8 +166,7 @@ class Timeline:
         """
         if self._base is not None and self.running:
             self._attached().synchronize()
-            self.running = False
-            gc.unfreeze()
+            self.stop()
             for track, span, end in self._recorded:
                 first, last = (event.elapsed_ms(self._base) * 1e-3 for event in (span.start, end))
                 self._spans.append(Span(track, span.kind, span.name, first, last, span.nbytes, tuple(span.kernels)))

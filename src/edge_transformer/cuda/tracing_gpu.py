@@ -71,7 +71,7 @@ class TracingGpu:
         return self._gpu.kernel(source)
 
     def close(self) -> None:
-        self._timeline.running = False
+        self._timeline.stop()
         self._gpu.close()
 
     def begin_capture(self, stream: Stream) -> None:
