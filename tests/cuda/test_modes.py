@@ -205,6 +205,25 @@ def test_decode_passes_of_a_kind_replay_one_graph(folder: Path, closing: list[En
     assert captures == ["compute", "compute"]  # one for single rows, one for two
 
 
+def test_a_graph_serves_as_many_rows_as_it_was_made_for(folder: Path, closing: list[Engine]) -> None:
+    """Recorded with three rows of four, with five of eight; replayed with all of them, and with fewer. Where weights
+    are streamed there are no graphs.
+    """
+    logits = []
+    for mode in ("all resident", "streamed by layers"):
+        opened = open_on_gpu(model_path(folder, "llama"), MODES[mode], seed=7)
+        closing.append(opened.engine)
+        sequence = opened.engine.new_sequence()
+        results = []
+        for number, count in enumerate((11, 3, 4, 5, 8, 6, 3)):
+            kind = "decode" if number else "prompt"
+            result = opened.engine.step([Chunk(sequence, tokens_of(count, number), kind, "last")])  # type: ignore[arg-type]
+            assert result is not None
+            results.append(result.logits())
+        logits.append(np.concatenate(results))
+    assert np.array_equal(*logits)
+
+
 @pytest.mark.parametrize("forgotten", ["weight copies", "compute", "KV copies"])
 @pytest.mark.parametrize("check_order", [True, False], ids=["by order", "by value"])
 def test_a_wait_left_out_is_found(folder: Path, forgotten: str, check_order: bool) -> None:
