@@ -9,14 +9,14 @@ from edge_transformer.cuda.weights import slot_layout
 from edge_transformer.formats.weight import PLANE_ALIGNMENT, Weight, WeightFormat, in_place_layout, round_up
 
 
-def matrices(sizes: list[tuple[int, int]], first: int) -> list[Weight]:
-    """F32 matrices in a file, of `rows` rows of 16 numbers, each `gap` bytes after the one before."""
+def matrices(sizes: list[tuple[int, int]], first: int, owner: object = None) -> list[Weight]:
+    """F32 matrices in a file, `owner`, of `rows` rows of 16 numbers, each `gap` bytes after the one before."""
     found, address = [], first
     for rows, gap in sizes:
         address += gap
         layout = in_place_layout(WeightFormat.F32, rows, 16)
         assert layout is not None
-        found.append(Weight(layout, address, None))
+        found.append(Weight(layout, address, owner))
         address += layout.nbytes
     return found
 
@@ -54,3 +54,11 @@ def test_what_would_not_be_aligned_is_a_copy_of_its_own() -> None:
     offsets, ranges = slot_layout([first, second])
     assert [part.slot_offset for part in ranges] == [0, 512]
     assert offsets[second.address] == 512
+
+
+def test_no_copy_crosses_from_one_file_into_another() -> None:
+    """Each is page-locked by itself, and they may be mapped one behind the other."""
+    first = matrices([(4, 0), (4, 0)], 4096, "first.safetensors")
+    second = matrices([(8, 0), (4, 0)], 4096 + 512, "second.safetensors")
+    _, ranges = slot_layout([*second, *first])
+    assert [(part.address, part.nbytes) for part in ranges] == [(4096, 512), (4096 + 512, 768)]

@@ -173,23 +173,21 @@ class GpuWeights:
 
 def slot_layout(matrices: Sequence[Weight]) -> tuple[dict[int, int], list[HostRange]]:
     """Offsets in a slot by address in host memory, each 256-aligned, and the ranges to be copied. In the order of host
-    memory: what lies one behind the other there is one copy, and each copy costs the bus some microseconds.
+    memory: what lies one behind the other there is one copy, and each copy costs the bus some microseconds. What has
+    another owner is page-locked by itself, and a copy must not cross from one such range into another.
     """
     offsets: dict[int, int] = {}
     ranges: list[HostRange] = []
+    owner: object = None
     offset = 0
     for weight in sorted(matrices, key=lambda weight: weight.address):
-        offsets[weight.address] = offset
-        _append(ranges, HostRange(weight.address, weight.layout.nbytes, offset))
-        offset += round_up(weight.layout.nbytes, PLANE_ALIGNMENT)
+        address, nbytes = weight.address, weight.layout.nbytes
+        offsets[address] = offset
+        last = ranges[-1] if ranges and weight.owner is owner else None
+        if last and (last.address + last.nbytes, last.slot_offset + last.nbytes) == (address, offset):
+            ranges[-1] = HostRange(last.address, last.nbytes + nbytes, last.slot_offset)
+        else:
+            ranges.append(HostRange(address, nbytes, offset))
+        owner = weight.owner
+        offset += round_up(nbytes, PLANE_ALIGNMENT)
     return offsets, ranges
-
-
-def _append(ranges: list[HostRange], new: HostRange) -> None:
-    """Add a range, joined to the one before where both lie one behind the other on both sides."""
-    if ranges:
-        old = ranges[-1]
-        if old.address + old.nbytes == new.address and old.slot_offset + old.nbytes == new.slot_offset:
-            ranges[-1] = HostRange(old.address, old.nbytes + new.nbytes, old.slot_offset)
-            return
-    ranges.append(new)
