@@ -60,20 +60,24 @@ def test_spread_keeps_the_count_and_even_gaps(layers: int, data: st.DataObject) 
     st.lists(st.lists(st.integers(1, 10**7), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12).map(tuple),
     st.integers(0, 10**5),
     st.integers(0, 10**8),
+    st.integers(1, 10**7),
     st.integers(0, 4 * 10**8),
 )
 def test_budget_is_never_exceeded_and_the_named_least_is_enough(
-    segments: tuple[tuple[int, ...], ...], head: int, kv: int, budget: int
+    segments: tuple[tuple[int, ...], ...], head: int, kv: int, kv_buffer: int, budget: int
 ) -> None:
-    demand = Demand(segments, 12345, head * 1000, 10**6, kv, 10**5, max(head, 1), (900, 100))
+    demand = Demand(segments, 12345, head * 1000, 10**6, kv, kv_buffer, max(head, 1), (900, 100))
     try:
         plan = make_plan(demand, Wishes(budget))
     except CapacityError as error:
-        named = re.search(r"least that would do is ([0-9.]+) MiB", str(error))
+        refusal = str(error)
+        named = re.search(r"least that would do is ([0-9.]+) MiB", refusal)
         assert named is not None
         enough = int(float(named.group(1)) * MIB)
         assert budget < smallest_plan(demand).arena_bytes <= enough + 1
-        assert make_plan(demand, Wishes(smallest_plan(demand).arena_bytes)).arena_bytes <= enough + 1
+        least = smallest_plan(demand).arena_bytes
+        assert make_plan(demand, Wishes(least)).arena_bytes == least
+        assert make_plan(demand, _named_wishes(refusal, least)).arena_bytes == least
         return
     assert plan.arena_bytes <= budget
     assert all(nbytes % 256 == 0 for _, nbytes in plan.ledger)
@@ -82,6 +86,32 @@ def test_budget_is_never_exceeded_and_the_named_least_is_enough(
         for layer, stays in zip(segments, plan.resident, strict=True)
         if not stays
     )
+
+
+def _named_wishes(refusal: str, budget: int) -> Wishes:
+    """The wishes of the options that a refusal ends with."""
+    options = refusal.split(", with ")[1].split()
+    values = dict(itertools.pairwise(options))
+    return Wishes(
+        budget,
+        resident_layers=int(values["--resident-layers"]),
+        slots=int(values.get("--slots", 2)),
+        kv_offload="--kv-offload" in options,
+        head=HeadPlace(values["--lm-head"]),
+    )
+
+
+def test_the_least_is_less_than_that_of_any_wishes() -> None:
+    """By hand, for layers of two segments of 1 MiB: two slots of one segment, or all of a single layer, make no
+    difference; a KV cache of nothing is less than two buffers.
+    """
+    for kv, buffer in itertools.product((0, 3 * MIB, 64 * MIB), (MIB, 16 * MIB)):
+        for layers in (1, 2, 8):
+            demand = Demand(((MIB, MIB),) * layers, 256, 2 * MIB, 512, kv, buffer, 2048, (1024,))
+            least = smallest_plan(demand).arena_bytes
+            assert least == 256 + 512 + 2 * MIB + min(kv, 2 * buffer)
+            with pytest.raises(CapacityError, match=f"least that would do is {-(-least * 100 // MIB) / 100:.2f} MiB"):
+                make_plan(demand, Wishes(least - 1))
 
 
 @given(st.integers(30 * MIB, 600 * MIB))
@@ -98,11 +128,42 @@ def test_more_memory_never_moves_more_bytes(budget: int) -> None:
     assert small.arena_bytes <= budget
 
 
-def test_never_all_or_nothing() -> None:
-    """A budget just below the whole model keeps nearly all of it resident."""
+@pytest.mark.parametrize("missing", range(1, 400, 7))
+def test_never_all_or_nothing(missing: int) -> None:
+    """What is missing for the whole model is moved, and little more: a layer, two slots and a block of the output
+    projection at most. 475 MiB are needed in all, of which 370 are weights, and 100 a KV cache that moves half of it.
+    """
     everything = make_plan(DEMAND, Wishes(1024 * MIB)).arena_bytes
-    plan = make_plan(DEMAND, Wishes(everything - MIB))
-    assert sum(plan.resident) >= 5 or plan.head is HeadPlace.CPU or plan.kv is KvPlace.HOST
+    plan = make_plan(DEMAND, Wishes(everything - missing * MIB))
+    moved = plan.streamed_bytes + (50 * MIB if plan.kv is KvPlace.HOST else 0)
+    assert moved <= (missing + 40 + 2 * 40 + 50) * MIB
+    assert plan.head is not HeadPlace.CPU
+
+
+def test_a_longer_context_moves_what_is_cheaper() -> None:
+    """A budget of 460 MiB holds weights of 370 and 5 of workspace, which leaves 85 for the KV cache. One that is larger
+    moves to the host, where half of it crosses the bus on average, or what makes room for it moves, if that is less.
+    """
+    placed = {}
+    for kv in (1, 84, 86, 90, 104, 130, 200, 400, 4000, 100_000):
+        placed[kv] = plan = make_plan(replace(DEMAND, kv_context_bytes=kv * MIB), Wishes(460 * MIB))
+        moved = plan.streamed_bytes + (kv * MIB // 2 if plan.kv is KvPlace.HOST else 0)
+        assert moved <= (0 if kv < 85 else kv * MIB // 2), kv
+        if plan.kv is KvPlace.HOST:
+            assert plan.streamed_bytes == 0
+    assert {kv for kv, plan in placed.items() if not plan.streamed_bytes and plan.kv is KvPlace.GPU} == {1, 84}
+    assert {kv for kv, plan in placed.items() if plan.head is HeadPlace.STREAMED} == {104}  # 50 MiB against 52
+    assert all(all(plan.resident) for plan in placed.values())
+
+
+def test_layers_stay_beside_a_kv_cache_that_is_pinned_to_the_gpu() -> None:
+    """What is missing moves, and at most two slots of 20 MiB and a layer more."""
+    for kv in (80, 160, 240, 320):
+        plan = make_plan(replace(DEMAND, kv_context_bytes=kv * MIB), Wishes(460 * MIB, kv_offload=False))
+        missing = max(0, 370 + 5 + kv - 460)
+        assert plan.kv is KvPlace.GPU
+        assert missing * MIB <= plan.streamed_bytes <= (missing + 80 if missing else 0) * MIB
+        assert any(plan.resident)
 
 
 @pytest.mark.parametrize(

@@ -158,32 +158,48 @@ def make_plan(demand: Demand, wishes: Wishes, rates: Rates = UNMEASURED) -> Plan
     that make no sense.
     """
     _check(wishes, len(demand.segment_bytes))
+    plans = _plans(demand, wishes, rates)
+    fitting = [plan for plan in plans if plan.arena_bytes <= wishes.budget_bytes]
+    if fitting:
+        return min(fitting, key=lambda plan: (*_token_seconds(demand, plan, rates), plan.arena_bytes))
+    least, smallest = min(plan.arena_bytes for plan in plans), smallest_plan(demand)
+    raise CapacityError(
+        f"this needs at least {_mib(least)} MiB of GPU memory as asked; the budget (--vram) is "
+        f"{_mib(wishes.budget_bytes, up=False)} MiB. The least that would do is {_mib(smallest.arena_bytes)} MiB, "
+        f"with {_options(smallest)}"
+    )
+
+
+def smallest_plan(demand: Demand) -> Plan:
+    """The plan with the smallest arena. As a rule all layers are streamed by segments, the KV cache is on the host and
+    lm_head on the CPU; but a short context's KV cache can be smaller than two buffers, and one layer than two slots.
+    """
+    plans = _plans(demand, Wishes(0), UNMEASURED)
+    return min(plans, key=lambda plan: (plan.arena_bytes, *_token_seconds(demand, plan, UNMEASURED)))
+
+
+def _plans(demand: Demand, wishes: Wishes, rates: Rates) -> list[Plan]:
+    """All plans that the wishes allow, whatever their size."""
     kv_places: tuple[KvPlace, ...] = (KvPlace.GPU, KvPlace.HOST)
     if wishes.kv_offload is not None:
         kv_places = (KvPlace.HOST,) if wishes.kv_offload else (KvPlace.GPU,)
     heads = tuple(HeadPlace) if wishes.head is None else (wishes.head,)
     if wishes.head is None and rates is UNMEASURED:  # nothing says where to split
         heads = tuple(place for place in heads if place is not HeadPlace.SPLIT)
-    plans = [
+    return [
         _plan(demand, resident, slots, unit_layers, head, kv, rates)
         for kv in kv_places
         for head in heads
         for resident, slots, unit_layers in _weight_choices(demand, wishes)
     ]
-    fitting = [plan for plan in plans if plan.arena_bytes <= wishes.budget_bytes]
-    if fitting:
-        return min(fitting, key=lambda plan: (*_token_seconds(demand, plan, rates), plan.arena_bytes))
-    least, smallest = min(plan.arena_bytes for plan in plans), smallest_plan(demand).arena_bytes
-    raise CapacityError(
-        f"this needs at least {_mib(least)} MiB of GPU memory as asked; the budget (--vram) is "
-        f"{_mib(wishes.budget_bytes, up=False)} MiB. The least that would do is {_mib(smallest)} MiB, "
-        "with --resident-layers 0 --slots 2 --kv-offload --lm-head cpu"
-    )
 
 
-def smallest_plan(demand: Demand) -> Plan:
-    """The plan with the smallest arena: all layers streamed by segments, KV cache on the host, lm_head on the CPU."""
-    return _plan(demand, 0, MINIMUM_SLOTS, False, HeadPlace.CPU, KvPlace.HOST)
+def _options(plan: Plan) -> str:
+    """The options that ask for this placement."""
+    resident = -1 if all(plan.resident) else sum(plan.resident)
+    slots = f" --slots {plan.slots}" if plan.slots else ""
+    kv = "--kv-offload" if plan.kv is KvPlace.HOST else "--no-kv-offload"
+    return f"--resident-layers {resident}{slots} {kv} --lm-head {plan.head}"
 
 
 def _check(wishes: Wishes, layers: int) -> None:
