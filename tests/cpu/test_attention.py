@@ -95,10 +95,13 @@ def test_head_dims(backend: CpuBackend, head_dim: int, kv_dtype: DType) -> None:
         check_pieces(backend, make_shape(heads, kv_heads, head_dim, kv_dtype=kv_dtype), pieces, head_dim)
 
 
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("kv_dtype", [DType.F32, DType.BF16])
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
-def test_softcap(backend: CpuBackend, softcap: float) -> None:
-    shape = make_shape(4, 2, 16, softcap=softcap, window=600)
-    check_pieces(backend, shape, [Piece(0, 500, 33), Piece(1, 700, decode=True)], 1)
+def test_softcap(backend: CpuBackend, softcap: float, kv_dtype: DType, window: int | None) -> None:
+    """Of prompt and decode rows, in one tile and over several."""
+    shape = make_shape(4, 2, 16, softcap=softcap, window=window, kv_dtype=kv_dtype)
+    check_pieces(backend, shape, [Piece(0, 500, 33), Piece(1, 0, 5), Piece(2, 700, decode=True)], 1)
 
 
 def test_large_scores_do_not_overflow(backend: CpuBackend) -> None:

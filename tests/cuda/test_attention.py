@@ -101,6 +101,23 @@ def test_softcap(capability: tuple[int, int], kv_dtype: DType, softcap: float) -
 
 
 @path
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_softcap_of_runs_from_the_host(capability: tuple[int, int], kv_dtype: DType, softcap: float) -> None:
+    """Each run is capped as resident tiles are, for prompt and decode rows, and so are partial results of waves."""
+    rng = np.random.default_rng(12)
+    shape = make_shape(4, 2, 16, softcap=softcap, kv_dtype=kv_dtype)
+    cache = make_cache(shape, 1600, rng)
+    batch = make_batch([Piece(0, 1540, 20), Piece(0, 1599, decode=True)], [cache])
+    q = queries(shape, batch.rows, rng)
+    gpu = make_gpu(12, capability)
+    for run_tiles, resident_from in ((1, None), (2, 3)):
+        device = DevicePass(gpu, shape, batch, q, [cache])
+        device.stream_runs(0, run_tiles, resident_from)
+        assert_right(device.result(), q, shape, batch, [cache])
+        device.close()
+
+
+@path
 def test_large_scores(capability: tuple[int, int], kv_dtype: DType) -> None:
     """Weights far apart: e^(s - m) underflows for nearly all positions, and the largest score keeps moving."""
     rng = np.random.default_rng(2)
@@ -234,9 +251,10 @@ def test_threads_and_blocks_in_any_order(capability: tuple[int, int], kv_dtype: 
     check_pieces(gpu, shape, [Piece(0, 505, 18), Piece(1, 700, decode=True)], 9)
 
 
-def test_fast_takes_one_term() -> None:
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_fast_takes_one_term(softcap: float | None) -> None:
     rng = np.random.default_rng(10)
-    shape = make_shape(4, 2, 16, kv_dtype=DType.BF16)
+    shape = make_shape(4, 2, 16, softcap=softcap, kv_dtype=DType.BF16)
     cache = make_cache(shape, 600, rng)
     batch = make_batch([Piece(0, 560, 40)], [cache])
     q = queries(shape, batch.rows, rng)
