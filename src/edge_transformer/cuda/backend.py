@@ -28,7 +28,7 @@ from edge_transformer.cuda.delta import check_shape as check_delta_shape
 from edge_transformer.cuda.delta import sources as delta_sources
 from edge_transformer.cuda.delta import workspace_bytes as delta_workspace_bytes
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, DeviceBatch
-from edge_transformer.cuda.elementwise import ElementwiseOps
+from edge_transformer.cuda.elementwise import ElementwiseOps, gate_sources
 from edge_transformer.cuda.gemm_shape import gemm_workspace_bytes
 from edge_transformer.cuda.host_reads import HostReads, Rows, host_reads_sources
 from edge_transformer.cuda.kv_offload import KvOffload
@@ -119,10 +119,14 @@ class CudaBackend:
         return round_up(DeviceBatch.block_bytes(capacity), 256) + round_up(op_bytes, 256)
 
     def prepare(
-        self, weights: Iterable[Weight], shapes: Sequence[AttentionShape], deltas: Sequence[DeltaShape] = ()
+        self,
+        weights: Iterable[Weight],
+        shapes: Sequence[AttentionShape],
+        deltas: Sequence[DeltaShape] = (),
+        output_gate: bool = False,
     ) -> None:
         """Compile all kernels that a model of these weights and mixers needs, several at once; called once at load,
-        so that no pass waits for a compiler.
+        so that no pass waits for a compiler. output_gate: of attention (ModelConfig.output_gate).
         """
         capability = self._gpu.properties.capability
         sources = self._linear.sources((weight.layout.format, weight.layout.cols) for weight in weights)
@@ -131,6 +135,8 @@ class CudaBackend:
             sources += attention_sources(shape, capability, self._fast)
         for delta in deltas:
             sources += delta_sources(delta)
+        if output_gate:
+            sources += gate_sources()
         sources += host_reads_sources()
         self._gpu.prepare(list(dict.fromkeys(sources)))
 

@@ -55,7 +55,7 @@ class ElementwiseOps:
         self._kernels: dict[KernelSource, Kernel] = {}
 
     def sources(self, kv_dtype: DType) -> list[KernelSource]:
-        """The kernels that a model with KV tiles of this type needs, to be compiled before a pass."""
+        """The kernels that any model with KV tiles of this type needs, to be compiled before a pass."""
         return [add_norm_source(), select_rows_source(), argmax_source(), rope_append_source(kv_dtype)]
 
     def add_norm(

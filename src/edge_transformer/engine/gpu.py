@@ -216,7 +216,7 @@ def open_gpu_engine(
             states,
             widest,
         )
-        backend.prepare([*matrices, host_weights.head], shapes, deltas)
+        backend.prepare([*matrices, host_weights.head], shapes, deltas, config.output_gate)
         weights = GpuWeights(gpu, arena, plan, host_weights, compute, copies)
         on_failure.callback(weights.close)
         if timeline is None:
