@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from cuda.opened import BUDGET, MODES, model_path, open_on_gpu, tokens_of
 from cuda.test_compile_matrix import all_sources
 from edge_transformer.cuda.compiler import KERNEL_FOLDER
-from edge_transformer.cuda.runtime import Argument, Kernel, KernelSource, Stream
+from edge_transformer.cuda.runtime import Kernel, KernelSource
 from edge_transformer.engine.chunk import Chunk
 from edge_transformer.engine.core import Engine
 from edge_transformer.placement.plan import HeadPlace, Wishes
@@ -34,18 +35,9 @@ class ListeningGpu(EmulatedGpu):
         self.prepared |= set(sources)
         super().prepare(sources)
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int, int],
-        shared_bytes: int,
-        stream: Stream,
-        arguments: Sequence[Argument],
-        reads: Sequence[tuple[int, int]] = (),
-        writes: Sequence[tuple[int, int]] = (),
-    ) -> None:
+    def launch(self, kernel: Kernel, *arguments: Any, **more: Any) -> None:
         self.launched.append(kernel.source)
-        super().launch(kernel, grid, shared_bytes, stream, arguments, reads, writes)
+        super().launch(kernel, *arguments, **more)
 
 
 def passes(engine: Engine, gpu: ListeningGpu) -> list[list[KernelSource]]:
