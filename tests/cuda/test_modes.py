@@ -15,12 +15,14 @@ from cuda.opened import BUDGET, MODES, ForgetfulGpu, model_path, open_on_gpu, pi
 from edge_transformer.engine.chunk import Chunk
 from edge_transformer.engine.core import Engine
 from edge_transformer.errors import NumericError
+from edge_transformer.ops.tensor import DType
 from edge_transformer.placement import plan as plan_module
 from edge_transformer.placement.plan import HeadPlace, Rates, Wishes
 from emulator import RaceError
 from tiny.models import MODELS
 from tiny.run import open_engine, run
-from tiny.weights import prompts
+from tiny.weights import beyond_half_precision, make_weights, prompts
+from tiny.write import write_hf
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)], ids=["sm_75", "sm_80"])
@@ -111,6 +113,24 @@ def test_families_are_close_to_the_oracle(folder: Path, closing: list[Engine], n
         strict=True,
     ):
         assert np.abs(ours - theirs).max() <= 1e-5 * max(1.0, np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("kv_dtype", [DType.F32, DType.BF16])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)], ids=["sm_75", "sm_80"])
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3_5"])
+def test_numbers_beyond_the_range_of_half_precision_change_no_bit(
+    tmp_path: Path, closing: list[Engine], name: str, capability: tuple[int, int], kv_dtype: DType
+) -> None:
+    weights, tokens = make_weights(MODELS[name]), tokens_of(40, 6)
+    config = MODELS[name].config | {"rms_norm_eps": 1e-15}
+    logits = []
+    for seed, tensors in enumerate((weights, beyond_half_precision(weights))):
+        path = write_hf(tmp_path / str(seed), config, tensors, "BF16")
+        wishes = MODES["all streamed, KV cache on the host"]
+        opened = open_on_gpu(path, wishes, seed, capability, kv_dtype=kv_dtype)
+        closing.append(opened.engine)
+        logits.append(pieces(opened.engine, tokens, 64, 3))
+    assert np.array_equal(*logits)
 
 
 def test_offload_over_several_tiles(folder: Path, closing: list[Engine]) -> None:

@@ -19,7 +19,7 @@ from edge_transformer.engine.core import Engine
 from edge_transformer.models.config import ModelConfig, Rope
 from tiny.models import MODELS
 from tiny.run import SCHEDULES, open_engine, run
-from tiny.weights import digest, make_weights
+from tiny.weights import beyond_half_precision, digest, make_weights, prompts
 from tiny.write import write_gguf, write_hf
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny"
@@ -192,6 +192,24 @@ def test_half_precision_files_are_read_exactly(tmp_path: Path, name: str, dtype:
         assert np.abs(ours - theirs).max() <= BOUNDS[backend] * max(1.0, float(np.abs(theirs).max()))
     half.close()
     full.close()
+
+
+@pytest.mark.parametrize("backend", ["reference", *available_instruction_sets()])
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "qwen3_5"])
+def test_numbers_beyond_the_range_of_half_precision_change_no_bit(tmp_path: Path, name: str, backend: str) -> None:
+    """Deep models have them in bf16; what anywhere was a 16-bit float of IEEE would be infinite."""
+    weights = make_weights(MODELS[name])
+    config = MODELS[name].config | {"rms_norm_eps": 1e-15}
+    some = [prompt[:60] for prompt in prompts(MODELS[name])]
+    for dtype in ("F32", "BF16"):
+        usual = open_engine(write_hf(tmp_path / f"usual {dtype}", config, weights, dtype), backend)
+        large = open_engine(
+            write_hf(tmp_path / f"large {dtype}", config, beyond_half_precision(weights), dtype), backend
+        )
+        for theirs, ours in zip(run(usual, some, "interleaved"), run(large, some, "interleaved"), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        usual.close()
+        large.close()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("_long")])

@@ -144,3 +144,12 @@ def prompts(model: TinyModel) -> list[list[int]]:
 def positions(model: TinyModel) -> list[list[int]]:
     """The positions of each prompt whose logits are kept: the first, some inside, the last ones."""
     return [sorted({0, 1, length // 3, length // 2, length - 7, length - 2, length - 1}) for length in model.lengths]
+
+
+def beyond_half_precision(weights: Mapping[str, Array]) -> dict[str, Array]:
+    """Weights of a model without norms behind its matrices that give the same logits, to the bit where norm_eps is
+    lost beside numbers of usual size: residual stream, values and products inside the MLP are 2 ** 20 times as large.
+    """
+    larger = ("embed_tokens.weight", "v_proj.weight", "v_proj.bias", "o_proj.bias", "linear_attn.out_proj.weight")
+    larger += ("up_proj.weight", "up_proj.bias", "down_proj.bias")
+    return {name: values * np.float32(2**20 if name.endswith(larger) else 1) for name, values in weights.items()}
