@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import edge_transformer.engine.gpu as engine_on_gpu
+import edge_transformer.engine.rates as rates_module
 from edge_transformer.cli.ledger import ledger
 from edge_transformer.cpu.backend import CpuBackend
 from edge_transformer.engine.gpu import GpuOptions, open_gpu_engine
@@ -37,6 +38,58 @@ def test_rates_are_measured_and_the_memory_is_given_back(rows: int, sequences: i
     rates = measured_rates(gpu, CpuBackend(1), head(rows, 64), sequences)
     assert gpu.memory_info()[0] == free >= COPY_BYTES
     assert all(np.isfinite(rate) and rate > 1e5 for rate in (rates.bus, rates.host_head))
+
+
+class Clocked:
+    """A clock, the GPU and the CPU that it is set by: a copy takes 2 ms, and the rounds of an output projection
+    `seconds` each. `copied`: how many copies were queued before each of these.
+    """
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.now = 0.0
+        self.left = list(seconds)
+        self.copied: list[int] = []
+        self._copies = self._queued = 0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def copy(self, *_: object) -> None:
+        self._copies += 1
+        self._queued += 1
+
+    def synchronize(self, _: object) -> None:
+        self.now += 0.002 * self._queued
+        self._queued = 0
+
+    def allocate(self, nbytes: int, what: str) -> HostMemory:
+        return HostMemory(4096)
+
+    allocate_host = allocate
+
+    def stream(self, name: str) -> str:
+        return name
+
+    def reserve(self, *_: object) -> None:
+        pass
+
+    def lm_head(self, *_: object) -> None:
+        self.copied.append(self._copies)
+        self._copies = 0
+        self.now += self.left.pop(0)
+
+
+def test_the_slowest_round_beside_copies_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: copies go on for one and a half times as long as the round before took, each 2 ms; the first round, in
+    which pages may be read from a disk, is without any and does not count.
+    """
+    clocked = Clocked([0.1, 0.004, 0.008, 0.006])
+    monkeypatch.setattr(rates_module, "time", clocked)
+    weight = head(1000, 64)
+    rates = measured_rates(clocked, clocked, weight, 1)  # type: ignore[arg-type]
+    assert rates.bus == pytest.approx(COPY_BYTES / 0.002)
+    assert rates.host_head == pytest.approx(1000 * (64 + 16) / 0.008)  # codes, and scales padded to 16 bytes
+    assert clocked.copied == [6, 75, 3, 6]
 
 
 def opened_plan(folder: Path, wishes: Wishes, gpu: EmulatedGpu) -> Plan:
