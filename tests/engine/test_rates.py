@@ -40,9 +40,12 @@ def test_rates_are_measured_and_the_memory_is_given_back(rows: int, sequences: i
     assert all(np.isfinite(rate) and rate > 1e5 for rate in (rates.bus, rates.host_head))
 
 
+COPY_SECONDS = 1 / 512  # sums of it are exact
+
+
 class Clocked:
-    """A clock, the GPU and the CPU that it is set by: a copy takes 2 ms, and the rounds of an output projection
-    `seconds` each. `copied`: how many copies were queued before each of these.
+    """A clock, the GPU and the CPU that it is set by: a copy takes COPY_SECONDS, and the rounds of an output
+    projection `seconds` each. `copied`: how many copies were queued before each of these.
     """
 
     def __init__(self, seconds: list[float]) -> None:
@@ -59,7 +62,7 @@ class Clocked:
         self._queued += 1
 
     def synchronize(self, _: object) -> None:
-        self.now += 0.002 * self._queued
+        self.now += COPY_SECONDS * self._queued
         self._queued = 0
 
     def allocate(self, nbytes: int, what: str) -> HostMemory:
@@ -80,15 +83,15 @@ class Clocked:
 
 
 def test_the_slowest_round_beside_copies_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: copies go on for one and a half times as long as the round before took, each 2 ms; the first round, in
-    which pages may be read from a disk, is without any and does not count.
+    """By hand: copies go on for one and a half times as long as the round before took, each COPY_SECONDS; the first
+    round, in which pages may be read from a disk, is without any and does not count.
     """
-    clocked = Clocked([0.1, 0.004, 0.008, 0.006])
+    clocked = Clocked([copies * COPY_SECONDS for copies in (50, 2, 4, 3)])
     monkeypatch.setattr(rates_module, "time", clocked)
     weight = head(1000, 64)
     rates = measured_rates(clocked, clocked, weight, 1)  # type: ignore[arg-type]
-    assert rates.bus == pytest.approx(COPY_BYTES / 0.002)
-    assert rates.host_head == pytest.approx(1000 * (64 + 16) / 0.008)  # codes, and scales padded to 16 bytes
+    assert rates.bus == COPY_BYTES / COPY_SECONDS
+    assert rates.host_head == 1000 * (64 + 16) / (4 * COPY_SECONDS)  # codes, and scales padded to 16 bytes
     assert clocked.copied == [6, 75, 3, 6]
 
 
