@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import click
 
 from edge_transformer.cli.console import note, progress_bar, size
+from edge_transformer.cli.expectation import available_memory, expectation
 from edge_transformer.cli.ledger import ledger
 from edge_transformer.cli.options import Size, engine_options, load_model
 
@@ -170,6 +171,8 @@ def command(
             llm = load_model(model, options, progress, sequences=parallel, kv_bytes=kv_budget)
         if llm.plan is not None:
             note(ledger(llm.plan))
+        if (expected := expectation(llm)) is not None:
+            note(expected)
         return llm
 
     level = logging.INFO if log_requests or log_prompts else logging.WARNING
@@ -212,8 +215,6 @@ def _text(file: BinaryIO) -> str:
 
 def _kv_budget(llm: Any, asked: int | None) -> int:
     """Bytes for KV caches: what was asked; else what the GPU's plan has for them, or half of the memory there is."""
-    from edge_transformer.cli.expectation import available_memory
-
     planned = dict(llm.plan.ledger)["KV cache"] if llm.plan is not None and llm.plan.kv == "gpu" else None
     budget: int = planned or asked or available_memory() // 2
     note(f"KV caches: up to {size(budget)}{'' if planned is None else ' on the GPU'}")
