@@ -261,6 +261,11 @@ def test_every_vector_of_a_hybrid_matters(folder: Path, part: str) -> None:
     assert error >= 100 * BOUNDS["cpu"], f"{part} moves the logits by {error:.1e} only"
 
 
+def test_every_type_of_rope_is_compared_at_every_position(folder: Path) -> None:
+    types = {rope.type for name in ROPES for rope in _config(hf_path(folder, name)).ropes}
+    assert types == {"default", "linear", "llama3", "yarn"}
+
+
 def _config(path: Path) -> ModelConfig:
     engine: Engine = open_engine(path)
     config = engine.config
@@ -306,14 +311,23 @@ def test_golden_files_equal_transformers_live(name: str) -> None:
     assert truth.error(logits) <= 6e-7
 
 
+ROPES = {
+    "llama_linear": 400, "llama_llama3": 150, "llama_yarn": 150, "llama_yarn_betas": 150, "llama_yarn_mscale": 150,
+    "gemma3_linear": 150, "qwen3_5_wide_heads": 400,
+}  # fmt: skip
+"""Models of every type of rope scaling, and a length far past the context that was scaled: 24 or 32 tokens by their
+fields, a third or an eighth of 1024 by their factor.
+"""
+
+
 @pytest.mark.golden
-@pytest.mark.parametrize("name", ["llama_yarn", "gemma3_linear"])
+@pytest.mark.parametrize("name", ROPES)
 def test_every_position_equals_transformers_live(folder: Path, name: str) -> None:
     """As the golden test, at every position of a fresh random prompt."""
     from tiny.make_golden import transformers_logits
 
     weights = make_weights(MODELS[name])
-    prompt = [int(token) for token in np.random.default_rng().integers(0, 131, 150)]
+    prompt = [int(token) for token in np.random.default_rng().integers(0, 131, ROPES[name])]
     expected = transformers_logits(MODELS[name].config, weights, prompt)
     engine = open_engine(hf_path(folder, name))
     for schedule in ("one_piece", "token_by_token"):
