@@ -26,11 +26,20 @@ def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
 
 def available_memory() -> int:
     """Bytes that programs can still have without swapping, as the kernel estimates."""
+    return _memory_line("MemAvailable")
+
+
+def free_swap() -> int:
+    """Bytes of swap that nobody uses."""
+    return _memory_line("SwapFree")
+
+
+def _memory_line(name: str) -> int:
     with open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
-            if line.startswith("MemAvailable:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
+    raise OSError(f"/proc/meminfo has no {name}")
 
 
 class HostMemory:
@@ -38,19 +47,19 @@ class HostMemory:
 
     huge_pages: ask the kernel for 2 MiB pages (the address is then aligned to 2 MiB); it may decline, costing speed.
     Views made from the address do not keep the memory alive: hold this object (as a Tensor's or Weight's `owner`).
-    Raises CapacityError when the system refuses, ValueError when nbytes < 1.
+    what: it is for, in errors. Raises CapacityError when the system refuses, ValueError when nbytes < 1.
     """
 
-    def __init__(self, nbytes: int, huge_pages: bool = False) -> None:
+    def __init__(self, nbytes: int, huge_pages: bool = False, *, what: str = "memory") -> None:
         if nbytes < 1:
-            raise ValueError(f"HostMemory needs at least 1 byte, got {nbytes}")
+            raise ValueError(f"{what}: HostMemory needs at least 1 byte, got {nbytes}")
         alignment = HUGE_PAGE_BYTES if huge_pages and nbytes >= HUGE_PAGE_BYTES else mmap.PAGESIZE
         try:
             mapping = mmap.mmap(-1, nbytes + alignment - mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise CapacityError(
-                f"the system refused {nbytes} bytes ({nbytes / 2**20:.1f} MiB) of host memory: {error}; "
-                "use a smaller model or a shorter context"
+                f"{what}: the system refused {nbytes} bytes ({nbytes / 2**20:.1f} MiB) of host memory ({error}); "
+                f"{available_memory() / 2**20:.1f} MiB are available: use a smaller model or a shorter context (--ctx)"
             ) from error
         if alignment == HUGE_PAGE_BYTES:
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages

@@ -49,7 +49,7 @@ class CpuBackend:
         self._view: _native.BatchView | None = None
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        memory = HostMemory(nbytes, huge_pages=True)
+        memory = HostMemory(nbytes, huge_pages=True, what="workspace")
         return memory.address, memory
 
     def reserve(

@@ -129,7 +129,7 @@ class ArenaStateMemory(ArenaSlots):
         return self._lock(nbytes)
 
     def _lock(self, nbytes: int) -> _Locked | None:
-        memory = HostMemory(nbytes, huge_pages=True)
+        memory = HostMemory(nbytes, huge_pages=True, what="copies of recurrent state")
         registration = self._gpu.register_host(memory.address, nbytes, read_only=False)
         if registration is None:
             memory.close()

@@ -132,12 +132,15 @@ class _HostLanding:
 
 
 class HostTileMemory:
-    """Ordinary host memory. Pages cost nothing until they are written."""
+    """Ordinary host memory. Pages cost nothing until they are written. what: it is for, in errors."""
 
     run_bytes = RUN_BYTES
 
+    def __init__(self, what: str = "KV cache") -> None:
+        self._what = what
+
     def allocate(self, nbytes: int) -> Allocation:
-        return HostMemory(nbytes)
+        return HostMemory(nbytes, what=self._what)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         array_at(destination, (nbytes,), np.uint8)[:] = array_at(source, (nbytes,), np.uint8)

@@ -83,6 +83,7 @@ class PooledHostMemory(HostTileMemory):
     run_bytes = 1
 
     def __init__(self) -> None:
+        super().__init__()
         self._slabs: list[HostMemory] = []
         self._free: dict[int, list[int]] = {}
 
@@ -90,7 +91,7 @@ class PooledHostMemory(HostTileMemory):
         free = self._free.setdefault(nbytes, [])
         if not free:
             pieces = max(1, SLAB_BYTES // nbytes)
-            slab = HostMemory(pieces * nbytes)
+            slab = HostMemory(pieces * nbytes, what=self._what)
             self._slabs.append(slab)
             free.extend(slab.address + index * nbytes for index in reversed(range(pieces)))
         return _Piece(free.pop(), free)

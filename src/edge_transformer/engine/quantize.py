@@ -304,7 +304,7 @@ def _source_weight(item: Item) -> Weight:
         layout = WeightLayout(info.format, rows, cols, (Plane(0, cols * spec.file_block_bytes),), info.nbytes)
         return Weight(layout, info.file.address + info.offset, info.file)
     layout = packed_layout(info.format, rows, cols)
-    memory = HostMemory(layout.nbytes)
+    memory = HostMemory(layout.nbytes, what="a matrix to be quantized")
     repack(info, layout, memory.address, order)
     return Weight(layout, memory.address, memory)
 

@@ -62,7 +62,11 @@ class RecurrentShape:
 
 def recurrent_shape(layers: Sequence[DeltaShape], memory: RecurrentMemory | None) -> RecurrentShape | None:
     """None for a model without gated-delta layers; `memory` None: ordinary host memory."""
-    return RecurrentShape(tuple(layers), HostTileMemory() if memory is None else memory) if layers else None
+    return (
+        RecurrentShape(tuple(layers), HostTileMemory("recurrent state") if memory is None else memory)
+        if layers
+        else None
+    )
 
 
 class RecurrentState:

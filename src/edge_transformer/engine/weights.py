@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from edge_transformer.errors import CapacityError
 from edge_transformer.formats.checkpoint import Checkpoint, TensorInfo
 from edge_transformer.formats.repack import read_vector, repack
 from edge_transformer.formats.weight import (
@@ -26,7 +27,7 @@ from edge_transformer.formats.weight import (
     round_up,
 )
 from edge_transformer.hub.progress import Progress
-from edge_transformer.memory import HostMemory
+from edge_transformer.memory import HostMemory, available_memory, free_swap
 from edge_transformer.models.config import ModelSpec, TensorSpec, Transform
 from edge_transformer.ops.tensor import Tensor, tensor_of
 
@@ -62,14 +63,15 @@ class HostWeights:
     """All weights of a model in host memory.
 
     `vectors[layer]` are the small f32 vectors by role. threads: how many re-arrange matrices at once. progress: called
-    from these threads, one at a time; what it raises ends the loading.
+    from these threads, one at a time; what it raises ends the loading. Raises CapacityError where the weights that are
+    to be re-arranged are more than memory and swap hold.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, spec: ModelSpec, threads: int = 1, progress: Progress | None = None
     ) -> None:
         placements, slab_bytes = _place(checkpoint, spec)
-        self._slab = HostMemory(slab_bytes, huge_pages=True) if slab_bytes else None
+        self._slab = _slab(checkpoint, slab_bytes) if slab_bytes else None
         self.slab_bytes = slab_bytes
         self.mapped_bytes = sum(item.layout.nbytes for item in placements.values() if item.slab_offset is None)
         self._mapped_files = [item.info.file for item in placements.values() if item.slab_offset is None]
@@ -153,6 +155,18 @@ class HostWeights:
         if failures:
             raise failures[0]
         return weights
+
+
+def _slab(checkpoint: Checkpoint, nbytes: int) -> HostMemory:
+    """Memory for re-arranged weights. The system gives out more than it has, and ends a program when it is used."""
+    available = available_memory() + free_swap()
+    if nbytes > available:
+        raise CapacityError(
+            f"{checkpoint.path}: weights: {nbytes} bytes ({nbytes / 2**30:.2f} GiB) of host memory are needed, as these "
+            f"are re-arranged when they are loaded; {available / 2**30:.2f} GiB are available: free memory or take a "
+            "smaller model; a folder that ete quantize wrote needs none, as its weights are used where the file lies"
+        )
+    return HostMemory(nbytes, huge_pages=True, what="weights")
 
 
 def _place(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[dict[str, _Placement], int]:

@@ -35,7 +35,7 @@ class ReferenceBackend:
         self._values: dict[tuple[int, WeightLayout], tuple[Weight, Floats]] = {}
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        memory = HostMemory(nbytes)
+        memory = HostMemory(nbytes, what="workspace")
         return memory.address, memory
 
     def reserve(
