@@ -393,5 +393,21 @@ def test_more_requests_than_may_wait(model_path: Path) -> None:
         assert small.post(TEXT, {"model": "tiny", "prompt": "abc", "n": 2})[0] == 400
 
 
+@pytest.mark.parametrize(("prompt", "count"), [("x" * 1900, 4), (["a" * 1900, "b" * 1700, "c" * 1500], 2)])
+def test_answers_that_do_not_fit_side_by_side_are_made_in_turn(
+    model_path: Path, served: Served, prompt: Any, count: int
+) -> None:
+    """A budget of one context: none of them waits for ever, and none is dropped."""
+    body = {"model": "tiny", "prompt": prompt, "n": count, "max_tokens": 140, "ignore_eos": True, "seed": 3}
+    layers = served.service.running.llm.engine.state_shape.layers
+    with serving(model_path, Limits(sequences=6), kv_budget=4 * sum(layer.tile_bytes for layer in layers)) as small:
+        status, answer = small.post(TEXT, body)
+        assert status == 200, answer
+        assert small.scheduler.statistics.preemptions > 0
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [choice["text"] for choice in served.post(TEXT, body)[1]["choices"]]
+    assert len(set(texts)) == len(texts)
+
+
 def test_roles_are_those_of_the_python_api() -> None:
     assert [kind.__struct_config__.tag for kind in get_args(Message)] == list(ROLES)

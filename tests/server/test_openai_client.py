@@ -120,6 +120,40 @@ def test_order_of_chunks(served: Served) -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
+FLAG = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+ENDS: dict[str, tuple[dict[str, object], str]] = {
+    "its first token": ({"max_tokens": 1}, "length"),
+    "a stop string": ({"stop": list("abcdefgh"), "max_tokens": 200}, "stop"),
+    "several answers": ({"n": 3, "max_tokens": 5}, "length"),
+    "a grammar": ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FLAG}}}, "stop"),
+    "a call": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": FLAG}}], "tool_choice": "required"},
+        "tool_calls",
+    ),
+    "nothing": ({}, "stop"),
+}
+
+
+@pytest.mark.parametrize("usage", [True, False])
+@pytest.mark.parametrize("end", ENDS)
+def test_however_an_answer_ends_its_reason_has_a_chunk_of_its_own(served: Served, end: str, usage: bool) -> None:
+    settings, reason = ENDS[end]
+    if end == "nothing":  # the end of the answer is its first token
+        settings = {"logit_bias": {str(served.service.running.llm.end_token_ids[0]): 100}}
+    body = {"model": "tiny", "messages": HELLO, "temperature": 0, "stream": True, **settings}
+    lines = served.events("/v1/chat/completions", body | ({"stream_options": {"include_usage": True}} if usage else {}))
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert [bool(chunk["choices"]) for chunk in chunks] == [True] * (len(chunks) - usage) + [False] * usage
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    for index in range(max(choice["index"] for choice in choices) + 1):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + [reason]
+        assert own[-1]["delta"] == {}
+        assert all(choice["delta"] and None not in choice["delta"].values() for choice in own[:-1])
+
+
 def test_stop_strings_end_a_text_and_are_not_in_it(served: Served) -> None:
     client = served.client()
     whole = client.completions.create(model="tiny", prompt="abc", temperature=0, max_tokens=40).choices[0].text
