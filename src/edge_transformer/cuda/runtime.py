@@ -141,7 +141,7 @@ class Gpu(Protocol):
         ...
 
     def synchronize(self, stream: Stream | None = None) -> None:
-        """Wait for a stream, or for everything."""
+        """Wait for a stream, or for all streams of this Gpu; others of the process may go on."""
         ...
 
     def begin_capture(self, stream: Stream) -> None:
