@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,23 @@ def test_weights_used_in_the_file_need_no_memory(tmp_path: Path, monkeypatch: py
     assert weights.mapped_bytes == sum(info.nbytes for info in checkpoint.tensors.values() if len(info.shape) == 2)
     weights.close()
     checkpoint.close()
+
+
+@pytest.mark.parametrize("container", ["folder", "gguf"])
+def test_a_model_that_is_run_leaves_no_second_copy_on_the_disk(tmp_path: Path, container: str) -> None:
+    model, home = MODELS["llama"], tmp_path / "home"
+    home.mkdir()
+    path = tmp_path / container
+    if container == "gguf":
+        write_gguf(path, model, make_weights(model))
+    else:
+        write_hf(path, model.config, make_weights(model))
+    before = sorted(tmp_path.rglob("*"))
+    program = (
+        "import sys; from pathlib import Path; from tiny.run import open_engine, run\n"
+        "engine = open_engine(Path(sys.argv[1]), 'cpu'); run(engine, [[1, 2, 3]], 'token_by_token'); engine.close()"
+    )
+    places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_DATA_HOME"), str(home))
+    environment = os.environ | places | {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, "-c", program, str(path)], cwd=home, env=environment, check=True)
+    assert sorted(tmp_path.rglob("*")) == before

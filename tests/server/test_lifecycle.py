@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from edge_transformer import LLM
 from edge_transformer.cli.main import ete
 from edge_transformer.engine.request import Limits
-from edge_transformer.errors import GpuError
+from edge_transformer.errors import CapacityError, GpuError
 from edge_transformer.server import delivery, job, run, service
 from edge_transformer.server.errors import public_reason
 from server.tiny_server import Served, serving
@@ -170,6 +170,43 @@ def test_a_fault_of_the_engine_that_nobody_has_foreseen(model_path: Path, caplog
     failures = [record for record in caplog.records if "the engine failed" in record.message]
     assert len(failures) == 1
     assert failures[0].exc_info
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "code"),
+    [
+        (CapacityError("KV cache: the system refused 4194304 bytes"), 503, "out_of_memory"),
+        (MemoryError("malloc of 1234"), 500, "engine_error"),
+    ],
+)
+def test_an_engine_without_memory_takes_no_request_until_it_is_open_again(
+    model_path: Path, fault: Exception, status: int, code: str
+) -> None:
+    may_open = threading.Event()
+    may_open.set()
+
+    def open_model() -> LLM:
+        if not may_open.is_set():
+            raise fault
+        return LLM(model_path, threads=1)
+
+    def fail(*arguments: object) -> None:
+        raise fault
+
+    with serving(model_path, open_model=open_model) as served:
+        may_open.clear()
+        served.service.running.llm.engine.step = fail  # type: ignore[method-assign, assignment]
+        answered, answer = served.post(TEXT, {"model": "tiny", "prompt": "abc"})
+        assert (answered, answer["error"]["code"]) == (status, code)
+        reason = public_reason(fault)
+        assert type(fault).__name__ in reason
+        until(lambda: served.ask("GET", "/health") == (503, {"status": "restarting", "reason": reason}))
+        answered, answer = served.post(TEXT, {"model": "tiny", "prompt": "abc"})
+        assert (answered, answer["error"]["code"]) == (503, "engine_unavailable")
+        assert reason in answer["error"]["message"]
+        may_open.set()
+        until(lambda: served.ask("GET", "/health")[0] == 200)
+        assert served.post(TEXT, {"model": "tiny", "prompt": "abc", "max_tokens": 1})[0] == 200
 
 
 def test_reasons_that_anybody_may_read_have_no_internals() -> None:

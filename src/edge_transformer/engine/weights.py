@@ -162,7 +162,7 @@ def _slab(checkpoint: Checkpoint, nbytes: int) -> HostMemory:
     available = available_memory() + free_swap()
     if nbytes > available:
         raise CapacityError(
-            f"{checkpoint.path}: weights: {nbytes} bytes ({nbytes / 2**30:.2f} GiB) of host memory are needed, as they "
+            f"{checkpoint.path.name}: weights: {nbytes} bytes ({nbytes / 2**30:.2f} GiB) of memory are needed, as they "
             f"are re-arranged when they are loaded; {available / 2**30:.2f} GiB are available: free memory or take a "
             "smaller model; a folder that ete quantize wrote needs none, as its weights are used where the file lies"
         )
