@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import click
 import pytest
 from click.testing import CliRunner
 
-from edge_transformer.cli.ledger import ledger
+from edge_transformer import LLM
+from edge_transformer.cli.ledger import ledger, ledger_of
 from edge_transformer.cli.main import ete
 from edge_transformer.cli.options import Capability, Size, load_model
 from edge_transformer.errors import UsageError
@@ -103,6 +107,20 @@ def test_ledger_tells_what_lies_where() -> None:
     assert "3 of 4 layers: 6.0 MiB over the bus each pass" in text
     assert "in host memory, streamed through two buffers" in text
     assert "output projection: on the GPU" in text
+
+
+def test_host_memory_is_told_beside_it() -> None:
+    demand = Demand(((1 << 20, 1 << 20),) * 4, 1000, 1 << 20, 1 << 20, 1 << 22, 1 << 16, 1 << 10, (1 << 10,))
+    memory = {"weights_mapped": 7 << 30, "weights_rearranged": 1 << 20, "kv_per_token": 32 << 10}
+
+    def told(kv_offload: bool) -> str:
+        plan = make_plan(demand, Wishes(1 << 40, kv_offload=kv_offload))
+        return ledger_of(cast(LLM, SimpleNamespace(plan=plan, memory=memory))) or ""
+
+    weights = "host memory: 7.00 GiB of weights where the file lies, 1.0 MiB of weights re-arranged"
+    assert told(False).splitlines()[-1] == weights
+    assert told(True).splitlines()[-1] == f"{weights}, 32.0 KiB of KV cache for each token"
+    assert ledger_of(cast(LLM, SimpleNamespace(plan=None))) is None
 
 
 def test_settings_of_a_gpu_are_refused_for_another_backend() -> None:

@@ -11,7 +11,7 @@ from edge_transformer.cli.answer import write_answer
 from edge_transformer.cli.console import note, progress_bar
 from edge_transformer.cli.conversation import Conversation
 from edge_transformer.cli.expectation import expectation
-from edge_transformer.cli.ledger import ledger
+from edge_transformer.cli.ledger import ledger_of
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import engine_options, generation_config, generation_options, load_model
 from edge_transformer.cli.turn_input import piped_turns, typed_turns
@@ -60,8 +60,8 @@ def command(context: click.Context, /, model: str, system: str | None, when_full
             raise TextError(
                 f"{model} has no chat template, so it cannot chat; `ete run --raw` continues plain text with it"
             )
-        if llm.plan is not None:
-            note(ledger(llm.plan))
+        if (placed := ledger_of(llm)) is not None:
+            note(placed)
         if (expected := expectation(llm)) is not None:
             note(expected)
         conversation = Conversation(llm, options["max_tokens"], system, drop_oldest=when_full == "drop")

@@ -1,4 +1,4 @@
-"""What lies where on the GPU, said before the first token."""
+"""What lies where on the GPU and on the host beside it, said before the first token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from edge_transformer.cli.console import size
 
 if TYPE_CHECKING:
+    from edge_transformer import LLM
     from edge_transformer.placement.plan import Plan, Rates, RingCost
 
 _HEADS = {
@@ -15,6 +16,24 @@ _HEADS = {
     "split": "rows streamed to the GPU in blocks, the others on the CPU meanwhile",
     "cpu": "on the CPU",
 }
+
+
+def ledger_of(llm: LLM) -> str | None:
+    """The ledger of a model on a GPU, and a line on host memory; None for one on the CPU."""
+    if llm.plan is None:
+        return None
+    memory = llm.memory
+    parts = [
+        f"{size(memory[name])} {what}"
+        for name, what in (
+            ("weights_mapped", "of weights where the file lies"),
+            ("weights_rearranged", "of weights re-arranged"),
+        )
+        if memory[name]
+    ]
+    if llm.plan.kv == "host":
+        parts.append(f"{size(memory['kv_per_token'])} of KV cache for each token")
+    return f"{ledger(llm.plan)}\nhost memory: {', '.join(parts)}"
 
 
 def ledger(plan: Plan) -> str:

@@ -13,7 +13,7 @@ import click
 from edge_transformer.cli.answer import write_answer
 from edge_transformer.cli.console import note, peak_memory, progress_bar, statistics
 from edge_transformer.cli.expectation import expectation
-from edge_transformer.cli.ledger import ledger
+from edge_transformer.cli.ledger import ledger_of
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import engine_options, generation_config, generation_options, load_model
 from edge_transformer.cli.turn_input import MAX_BYTES
@@ -67,8 +67,8 @@ def command(
     with contextlib.ExitStack() as stack:
         with progress_bar() as progress:
             llm = stack.enter_context(load_model(model, options, progress))
-        if llm.plan is not None:
-            note(ledger(llm.plan))
+        if (placed := ledger_of(llm)) is not None:
+            note(placed)
         if (expected := expectation(llm)) is not None:
             note(expected)
         messages = [{"role": "system", "content": system}] if system is not None else []

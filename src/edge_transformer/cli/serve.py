@@ -15,7 +15,7 @@ import click
 
 from edge_transformer.cli.console import note, progress_bar, size
 from edge_transformer.cli.expectation import available_memory, expectation
-from edge_transformer.cli.ledger import ledger
+from edge_transformer.cli.ledger import ledger_of
 from edge_transformer.cli.options import Size, engine_options, load_model
 
 MAX_KEYS_BYTES = 1 << 20
@@ -169,8 +169,8 @@ def command(
     def open_model() -> Any:
         with progress_bar() as progress:
             llm = load_model(model, options, progress, sequences=parallel, kv_bytes=kv_budget)
-        if llm.plan is not None:
-            note(ledger(llm.plan))
+        if (placed := ledger_of(llm)) is not None:
+            note(placed)
         if (expected := expectation(llm)) is not None:
             note(expected)
         return llm

@@ -10,7 +10,7 @@ import click
 
 from edge_transformer.cli.answer import write_answer
 from edge_transformer.cli.console import note, progress_bar, statistics
-from edge_transformer.cli.ledger import ledger
+from edge_transformer.cli.ledger import ledger_of
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import generation_config, load_model, trace_options
 from edge_transformer.cli.run import read_prompt
@@ -66,8 +66,8 @@ def command(
     with progress_bar() as progress:
         llm = load_model(model, options | {"backend": "cuda"}, progress, timeline)
     with llm:
-        if llm.plan is not None:
-            note(ledger(llm.plan))
+        if (placed := ledger_of(llm)) is not None:
+            note(placed)
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": text})
         generation = write_answer(llm, text if raw else messages, config, raw=raw, show=False)
