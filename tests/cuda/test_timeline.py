@@ -138,6 +138,19 @@ def test_streamed_weights_arrive_while_layers_are_computed(path: Path) -> None:
     assert sum(span.nbytes for span in fills) == passes + sum(segments[:2])
 
 
+def test_tiles_of_the_kv_cache_arrive_while_the_gpu_computes(path: Path) -> None:
+    """With all weights resident: a full tile of each layer crosses the bus in every pass after the one that filled it."""
+    wishes = MODES["KV cache on the host"]
+    prompt = 600
+    _, spans = traced(path, wishes, seed=4, prompt=prompt)
+    copies = [span for span in spans if span.track == "KV copies" and span.kind is Kind.TO_GPU]
+    kernels = [span for span in spans if span.track == "compute" and span.kind is Kind.KERNELS]
+    assert any(c.start < k.end and k.start < c.end for c in copies for k in kernels)
+    tile_bytes = 2 * 2 * 512 * 16 * 4
+    passes = -(-(prompt - 512) // 64) + DECODED
+    assert [span.nbytes for span in copies] == [tile_bytes] * 3 * passes
+
+
 def test_the_summary_of_a_traced_run_is_within_its_time(path: Path) -> None:
     _, spans = traced(path, LEAST, seed=2)
     summary = summarize(spans)
