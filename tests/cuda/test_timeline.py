@@ -139,7 +139,7 @@ def test_streamed_weights_arrive_while_layers_are_computed(path: Path) -> None:
 
 
 def test_tiles_of_the_kv_cache_arrive_while_the_gpu_computes(path: Path) -> None:
-    """With all weights resident: a full tile of each layer crosses the bus in every pass after the one that filled it."""
+    """With all weights resident, a full tile of each layer crosses the bus in every pass after that which filled it."""
     wishes = MODES["KV cache on the host"]
     prompt = 600
     _, spans = traced(path, wishes, seed=4, prompt=prompt)
