@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_transformer.cli.main import ete
+from edge_transformer.cli.serve import _kv_budget
 from edge_transformer.errors import UsageError
 from edge_transformer.server.app import AppSettings
 from edge_transformer.server.run import bind, serve
@@ -110,3 +111,20 @@ def test_keys_and_origins_as_they_are_compared(tmp_path: Path, monkeypatch: pyte
     (settings,) = made
     assert settings.access.api_keys == ("three", "one", "two")
     assert settings.access.origins == ("https://example.org:8443", "*")
+
+
+@pytest.mark.parametrize(("plan", "where"), [(None, "in host memory"), (SimpleNamespace(kv="host"), "on the GPU")])
+def test_recurrent_state_is_told_beside_the_kv_caches(
+    plan: Any, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = {"recurrent_state": 50 << 20}
+    if plan is not None:
+        plan.ledger = (("KV cache", 1),)
+    assert _kv_budget(SimpleNamespace(plan=plan, memory=memory), 4 << 30, 16) == 4 << 30
+    assert capsys.readouterr().err.splitlines() == [
+        "KV caches: up to 4.00 GiB",
+        f"recurrent state: 800.0 MiB {where} for 16 answers, and checkpoints of up to 2.00 GiB in host memory",
+    ]
+    memory["recurrent_state"] = 0
+    _kv_budget(SimpleNamespace(plan=plan, memory=memory), 4 << 30, 16)
+    assert capsys.readouterr().err.splitlines() == ["KV caches: up to 4.00 GiB"]

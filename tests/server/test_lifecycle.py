@@ -28,7 +28,7 @@ from edge_transformer.engine.request import Limits
 from edge_transformer.errors import CapacityError, GpuError
 from edge_transformer.server import delivery, job, run, service
 from edge_transformer.server.errors import public_reason
-from server.tiny_server import Served, serving
+from server.tiny_server import Served, serving, write_chat_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -104,6 +104,17 @@ def test_leaving_one_does_not_disturb_the_others(served: Served) -> None:
                 time.sleep(0.003)
         assert [future.result()[1]["choices"][0]["text"] for future in futures] == alone
     until(lambda: served.scheduler.running == 0)
+
+
+def test_recurrent_state_of_answers_has_a_line_of_its_own(tmp_path: Path) -> None:
+    with serving(write_chat_model(tmp_path / "hybrid", "qwen3_5")) as served:
+        state = served.service.running.llm.memory["recurrent_state"]
+        with slow_layers(served, 0.01), contextlib.ExitStack() as asked:
+            for _ in range(3):
+                asked.enter_context(asking(served, TEXT, prompt="a", max_tokens=2000, ignore_eos=True))
+            until(lambda: served.scheduler.running == 3)
+            ledger = {line["what"]: line["bytes"] for line in served.ask("GET", "/status")[1]["ledger"]}
+        assert ledger["recurrent state of answers in the making"] == 3 * state > 0
 
 
 def test_a_long_wait_is_kept_alive(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

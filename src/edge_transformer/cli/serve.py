@@ -183,7 +183,7 @@ def command(
         raise click.UsageError(f"There is no key in {api_key_file.name}.")
     access = AccessSettings(keys, origins, hosts_of(host))
     limits = Limits(parallel, pass_tokens or (512 if options["backend"] == "cuda" else 128), queue)
-    budget, shortens = partial(_kv_budget, asked=kv_budget), options["ctx"] is None
+    budget, shortens = partial(_kv_budget, asked=kv_budget, answers=parallel), options["ctx"] is None
     known_as = name or _name_of(model)
     # An address that cannot be had is told before a model is loaded for it.
     with bind(host, port) as bound:
@@ -213,9 +213,20 @@ def _text(file: BinaryIO) -> str:
         ) from error
 
 
-def _kv_budget(llm: Any, asked: int | None) -> int:
-    """Bytes for KV caches: what was asked; else what the GPU's plan has for them, or half of the memory there is."""
+def _kv_budget(llm: Any, asked: int | None, answers: int) -> int:
+    """Bytes for KV caches: what was asked; else what the GPU's plan has for them, or half of the memory there is. Says
+    what else grows with them.
+    """
+    from edge_transformer.engine.scheduler import STATE_SHARE
+
     planned = dict(llm.plan.ledger)["KV cache"] if llm.plan is not None and llm.plan.kv == "gpu" else None
     budget: int = planned or asked or available_memory() // 2
     note(f"KV caches: up to {size(budget)}{'' if planned is None else ' on the GPU'}")
+    if state := llm.memory["recurrent_state"]:
+        where = "on the GPU" if llm.plan is not None else "in host memory"
+        checkpoints = 2 * (budget // STATE_SHARE)  # of answers in the making, and of kept prompts
+        note(
+            f"recurrent state: {size(answers * state)} {where} for {answers} answers, and checkpoints of up to "
+            f"{size(checkpoints)} in host memory"
+        )
     return budget

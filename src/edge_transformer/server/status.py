@@ -101,15 +101,17 @@ def host_read_rate() -> float:
 
 def _ledger(running: Running) -> list[dict[str, Any]]:
     """Where, what, and how many bytes."""
-    llm, memory = running.llm, running.scheduler.memory
+    llm, scheduler, memory = running.llm, running.scheduler, running.scheduler.memory
     lines = []
     if llm.plan is not None:
         lines += [{"place": "GPU", "what": label, "bytes": nbytes} for label, nbytes in llm.plan.ledger if nbytes]
     host = llm.memory
+    states = scheduler.running * host["recurrent_state"] if llm.plan is None else 0  # on a GPU it is in the plan
     lines += [
         {"place": "host", "what": "weights, used where the file lies", "bytes": host["weights_mapped"]},
         {"place": "host", "what": "weights, re-arranged", "bytes": host["weights_rearranged"]},
         {"place": "host", "what": "workspace", "bytes": host["workspace"]} if llm.plan is None else {},
+        {"place": "host", "what": "recurrent state of answers in the making", "bytes": states},
         {"place": "KV", "what": "KV caches in use", "bytes": memory.used_bytes, "of": memory.budget_bytes},
         {"place": "host", "what": "this process in memory", "bytes": resident_bytes()},
     ]
