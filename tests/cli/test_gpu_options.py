@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -9,12 +10,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from edge_transformer import LLM
+from edge_transformer import LLM, GpuSettings
 from edge_transformer.cli.ledger import ledger, ledger_of
 from edge_transformer.cli.main import ete
 from edge_transformer.cli.options import Capability, Size, load_model
 from edge_transformer.errors import UsageError
 from edge_transformer.placement.plan import Demand, Wishes, make_plan
+from emulator import EmulatedGpu
+from engine.test_llm import write_chat_model
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,19 @@ def test_values_that_no_gpu_takes_are_refused_before_one_is_sought(
     assert told in result.stderr
 
 
+def test_fast_prefill_is_refused_where_it_would_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_chat_model(tmp_path / "m")
+
+    def open_model(capability: tuple[int, int]) -> LLM:
+        gpu = EmulatedGpu(0, capability=capability)
+        monkeypatch.setattr("edge_transformer.cuda.driver.CudaGpu", lambda *_, **__: gpu)
+        return LLM(path, backend="cuda", gpu=GpuSettings(fast_prefill=True, vram_bytes=1 << 28), context_length=512)
+
+    with pytest.raises(UsageError, match=r"--fast-prefill .* needs tensor cores, .* 8\.0 or later; .* path of 7\.5"):
+        open_model((7, 5))
+    open_model((8, 0)).close()
+
+
 def test_values_that_a_plan_cannot_have_are_refused_by_their_options() -> None:
     demand = Demand(((1 << 20, 1 << 20),) * 4, 1000, 1 << 20, 1 << 20, 1 << 22, 1 << 16, 1 << 10, (1 << 10,))
     for wishes, told in (
@@ -107,6 +123,8 @@ def test_ledger_tells_what_lies_where() -> None:
     assert "3 of 4 layers: 6.0 MiB over the bus each pass" in text
     assert "in host memory, streamed through two buffers" in text
     assert "output projection: on the GPU" in text
+    resident = ledger(make_plan(demand, Wishes(1 << 40, slots=4)))
+    assert "no weights over the bus: all layers are resident, and no slots are needed" in resident
 
 
 def test_host_memory_is_told_beside_it() -> None:
@@ -124,8 +142,6 @@ def test_host_memory_is_told_beside_it() -> None:
 
 
 def test_settings_of_a_gpu_are_refused_for_another_backend() -> None:
-    from edge_transformer import LLM, GpuSettings
-
     with pytest.raises(UsageError, match="backend='cuda'"):
         LLM("demo", gpu=GpuSettings())
     with pytest.raises(UsageError, match="lm_head is 'disk'"):

@@ -50,6 +50,8 @@ def ledger(plan: Plan) -> str:
             head = "the output projection" if plan.head == "streamed" else "a part of the output projection"
             parts = f"{parts} and {head}" if streamed else head
         lines.append(f"  {parts}: {size(plan.streamed_bytes)} over the bus each pass")
+    else:
+        lines.append("  no weights over the bus: all layers are resident, and no slots are needed")
     if plan.unmeasured:
         lines.append(
             f"  the output projection's place was chosen without measuring the bus and the CPU: {plan.unmeasured}"

@@ -10,6 +10,7 @@ from edge_transformer.cuda.arena import ALIGNMENT, Arena
 from edge_transformer.cuda.backend import CudaBackend
 from edge_transformer.cuda.compiler import OLDEST
 from edge_transformer.cuda.device_batch import MAX_LOGIT_ROWS, BatchCapacity, tiles_of_context
+from edge_transformer.cuda.gemm_shape import TENSOR_CORES
 from edge_transformer.cuda.host_weights_feed import page_locking_is_refused
 from edge_transformer.cuda.runtime import Gpu
 from edge_transformer.cuda.state_memory import ArenaStateMemory
@@ -241,12 +242,19 @@ def open_on_cuda(
 ) -> tuple[Engine, Plan]:
     """The engine on a GPU of this machine. `progress` hears of kernels that are compiled at first use.
 
-    Raises GpuError when there is no GPU, driver or package to use it; else as open_gpu_engine.
+    Raises GpuError when there is no GPU, driver or package to use it, UsageError for fast_prefill on one without the
+    tensor cores for it; else as open_gpu_engine.
     """
     from edge_transformer.cuda.driver import CudaGpu
 
     gpu = CudaGpu(settings.device, settings.force_capability, progress=progress or silent)
     try:
+        if settings.fast_prefill and gpu.properties.capability < TENSOR_CORES:
+            raise UsageError(
+                f"--fast-prefill (fast_prefill in Python) needs tensor cores, compute capability "
+                f"{_version(TENSOR_CORES)} or later; {gpu.properties.name} takes the path of "
+                f"{_version(gpu.properties.capability)}, where it changes nothing: leave it out"
+            )
         budget = settings.vram_bytes
         if budget is None:
             budget = max(0, gpu.memory_info()[0] - MARGIN_BYTES)
