@@ -152,6 +152,9 @@ def test_a_bad_option_is_named_and_the_model_is_not_loaded(option: str) -> None:
         (["m"], b"", "empty"),
         (["m", "-"], b"\n", "empty"),
         (["m"], b"abc\xff", "not UTF-8: byte 3 is 0xff"),
+        (["m", "caf\udce9"], b"", "not UTF-8: byte 3 is 0xe9"),
+        (["m", "hello", "--system", "\udcff"], b"", "Invalid value for '--system': this text is not UTF-8"),
+        (["m", "hello", "--stop", "a\udcff"], b"", "not UTF-8: byte 1 is 0xff"),
         (["m", "hello", "--raw", "--system", "x"], b"", "--system"),
     ],
 )

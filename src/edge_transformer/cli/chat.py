@@ -13,7 +13,13 @@ from edge_transformer.cli.conversation import Conversation
 from edge_transformer.cli.expectation import expectation
 from edge_transformer.cli.ledger import ledger_of
 from edge_transformer.cli.main import INTERRUPTED
-from edge_transformer.cli.options import engine_options, generation_config, generation_options, load_model
+from edge_transformer.cli.options import (
+    PromptText,
+    engine_options,
+    generation_config,
+    generation_options,
+    load_model,
+)
 from edge_transformer.cli.turn_input import piped_turns, typed_turns
 from edge_transformer.errors import ContextLengthError, TextError
 
@@ -31,7 +37,7 @@ Alt-Enter starts a new line in a turn; Ctrl-C stops an answer. A turn that begin
 
 @click.command("chat", short_help="Talk with a model, turn by turn.")
 @click.argument("model")
-@click.option("--system", metavar="TEXT", help="System message of the chat.")
+@click.option("--system", metavar="TEXT", type=PromptText(), help="System message of the chat.")
 @click.option(
     "--when-full",
     type=click.Choice(["refuse", "drop"]),

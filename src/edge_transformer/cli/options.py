@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -17,10 +18,25 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     _SizeType = click.ParamType[int]
     _CapabilityType = click.ParamType[tuple[int, int]]
+    _PromptTextType = click.ParamType[str]
 else:
-    _SizeType = _CapabilityType = click.ParamType
+    _SizeType = _CapabilityType = _PromptTextType = click.ParamType
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class PromptText(_PromptTextType):
+    """A text for the model: UTF-8 as it was typed, whatever the locale says. Other bytes are refused, as in a file."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        data = os.fsencode(value)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.fail(f"this text is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}.", param, ctx)
+
 
 # Names are the fields of GenerationConfig, with dashes.
 _GENERATION: dict[str, dict[str, Any]] = {
@@ -79,7 +95,12 @@ _GENERATION: dict[str, dict[str, Any]] = {
         "type": click.IntRange(0, 2**64 - 1),
         "help": "Same seed, same text (default: a new one each time).",
     },
-    "stop": {"multiple": True, "metavar": "TEXT", "help": "End before TEXT appears in the answer; can be repeated."},
+    "stop": {
+        "multiple": True,
+        "metavar": "TEXT",
+        "type": PromptText(),
+        "help": "End before TEXT appears in the answer; can be repeated.",
+    },
 }
 
 

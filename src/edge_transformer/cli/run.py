@@ -15,7 +15,13 @@ from edge_transformer.cli.console import note, peak_memory, progress_bar, statis
 from edge_transformer.cli.expectation import expectation
 from edge_transformer.cli.ledger import ledger_of
 from edge_transformer.cli.main import INTERRUPTED
-from edge_transformer.cli.options import engine_options, generation_config, generation_options, load_model
+from edge_transformer.cli.options import (
+    PromptText,
+    engine_options,
+    generation_config,
+    generation_options,
+    load_model,
+)
 from edge_transformer.cli.turn_input import MAX_BYTES
 
 if TYPE_CHECKING:
@@ -24,9 +30,9 @@ if TYPE_CHECKING:
 
 @click.command("run", short_help="Answer one prompt.")
 @click.argument("model")
-@click.argument("prompt", required=False)
+@click.argument("prompt", required=False, type=PromptText())
 @click.option("--prompt-file", metavar="FILE", type=click.File("rb"), help="Read the prompt from a file.")
-@click.option("--system", metavar="TEXT", help="System message of the chat.")
+@click.option("--system", metavar="TEXT", type=PromptText(), help="System message of the chat.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template.")
 @generation_options
 @click.option(

@@ -12,14 +12,14 @@ from edge_transformer.cli.answer import write_answer
 from edge_transformer.cli.console import note, progress_bar, statistics
 from edge_transformer.cli.ledger import ledger_of
 from edge_transformer.cli.main import INTERRUPTED
-from edge_transformer.cli.options import generation_config, load_model, trace_options
+from edge_transformer.cli.options import PromptText, generation_config, load_model, trace_options
 from edge_transformer.cli.run import read_prompt
 from edge_transformer.errors import storage_error
 
 
 @click.command("trace", short_help="Record what a GPU does while it answers one prompt.")
 @click.argument("model")
-@click.argument("prompt", required=False)
+@click.argument("prompt", required=False, type=PromptText())
 @click.option(
     "-o",
     "--output",
@@ -30,7 +30,7 @@ from edge_transformer.errors import storage_error
     help="Where the trace goes, for ui.perfetto.dev or chrome://tracing.",
 )
 @click.option("--prompt-file", metavar="FILE", type=click.File("rb"), help="Read the prompt from a file.")
-@click.option("--system", metavar="TEXT", help="System message of the chat.")
+@click.option("--system", metavar="TEXT", type=PromptText(), help="System message of the chat.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
 @trace_options
