@@ -1,6 +1,7 @@
 """`ete` as a process: signals, pipes, streams that close, what help imports, terminals."""
 
 import errno
+import json
 import os
 import pty
 import select
@@ -122,9 +123,15 @@ def test_output_that_the_terminal_cannot_show_does_not_stop_the_program() -> Non
     assert done.stdout == b"You said: \xfc?\n"
 
 
-def test_a_prompt_that_is_no_utf8_reaches_the_model_as_lone_surrogates() -> None:
-    done = subprocess.run([*FAKE, "run", "m", b"\xff", "--json"], capture_output=True, check=True)
-    assert b"You said: \\udcff" in done.stdout
+def test_a_prompt_is_utf8_whatever_the_locale_says_and_is_refused_otherwise() -> None:
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for environment in (dict(os.environ), ascii_only):
+        command = [*FAKE, "run", "m", "ä日".encode(), "--json"]
+        done = subprocess.run(command, capture_output=True, check=True, env=environment)
+        assert json.loads(done.stdout)["text"].startswith("You said: ä日")
+        done = subprocess.run([*FAKE, "run", "m", b"\xff"], capture_output=True, env=environment)
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert b"this text is not UTF-8: byte 0 is 0xff." in done.stderr
 
 
 def on_a_terminal(command: list[str], environment: dict[str, str]) -> bytes:
@@ -156,6 +163,23 @@ with progress_bar() as progress:
 """
 
 
+TWO_WORKS = """
+import time
+from rich.progress import Progress
+from edge_transformer.cli.console import progress_bar
+
+for name in ("reset", "update"):
+    def drawn(self, *args, _call=getattr(Progress, name), **fields):
+        _call(self, *args, **fields)
+        self.refresh()
+    setattr(Progress, name, drawn)
+with progress_bar() as progress:
+    time.sleep(0.4)
+    progress("first", 4 << 20, 4 << 20)
+    progress("second", 1 << 20, 9 << 20)
+"""
+
+
 def test_a_progress_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
     command = [sys.executable, "-c", BAR]
     drawn = on_a_terminal(command, {"TERM": "xterm-256color", "COLUMNS": "120"})
@@ -168,6 +192,18 @@ def test_a_progress_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
     assert b"\x1b[3" not in plain
     done = subprocess.run(command, capture_output=True, check=True)
     assert (done.stdout, done.stderr) == (b"", b"")
+
+
+def test_a_bar_of_the_next_work_never_shows_the_work_before() -> None:
+    """It may be drawn between any two calls: here after each."""
+    drawn = on_a_terminal(
+        [sys.executable, "-c", TWO_WORKS], {"TERM": "xterm-256color", "COLUMNS": "120", "NO_COLOR": "1"}
+    )
+    lines = [line for line in drawn.decode().replace("\r", "\n").splitlines() if "MiB" in line]
+    assert any("first" in line and "4.0 MiB of 4.0 MiB" in line for line in lines)
+    assert any("second" in line and "1.0 MiB of 9.0 MiB" in line for line in lines)
+    assert [line for line in lines if ("4.0 MiB" in line) != ("first" in line)] == []
+    assert [line for line in lines if "4.0 MiB of" in line and "100%" not in line] == []
 
 
 def test_long_work_leaves_lines_where_no_terminal_is(

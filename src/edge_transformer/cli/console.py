@@ -58,11 +58,13 @@ class _Bar:
             self._progress = _rich_progress()
             self._task = self._progress.add_task(what, total=None, amount="")
             self._progress.start()
-        if what != self._what:  # new work: the time left counts from here
-            self._progress.reset(self._task, total=None)
-            self._what = what
         amount = f"{size(done)} of {size(total)}" if self._bytes and total else ""
-        self._progress.update(self._task, description=what, completed=done, total=total or None, amount=amount)
+        state: dict[str, Any] = {"description": what, "completed": done, "total": total or None, "amount": amount}
+        if what != self._what:  # new work: the time left counts from here
+            self._progress.reset(self._task, **state)  # at once: the bar may be drawn after any call
+            self._what = what
+        else:
+            self._progress.update(self._task, **state)
 
     def close(self) -> None:
         if self._progress is not None:
