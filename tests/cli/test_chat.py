@@ -70,8 +70,8 @@ def test_a_turn_that_no_longer_fits_is_refused_after_it_was_said_that_room_gets_
     assert result.stderr.splitlines() == [
         "(the context has room for 31 more tokens: a longer answer is cut off there)",
         "(the context has room for 23 more tokens: a longer answer is cut off there)",
-        "Error: the conversation has 35 tokens with this turn, and the context holds 50: no room for an answer. "
-        "Shorten the turn, /drop the oldest turn, /reset, or start with a longer --ctx",
+        "Error: the conversation has 35 tokens with this turn, and the context holds 50: 15 tokens are too few for an "
+        "answer. Shorten the turn, /drop the oldest turn, /reset, or start with a longer --ctx",
     ]
 
 

@@ -46,8 +46,9 @@ class Conversation:
                 break
             dropped += 1
         if room < min(LEAST_ANSWER_TOKENS, self.max_tokens):
+            left = f"{room} tokens are too few" if room > 0 else "no room is left"
             raise ContextLengthError(
-                f"the conversation has {limit - room} tokens with this turn, and the context holds {limit}: no room "
+                f"the conversation has {limit - room} tokens with this turn, and the context holds {limit}: {left} "
                 "for an answer. Shorten the turn, /drop the oldest turn, /reset, or start with a longer --ctx"
             )
         del self.turns[:dropped]
