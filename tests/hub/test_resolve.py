@@ -50,6 +50,13 @@ def test_a_name_that_means_nothing_is_refused_at_once(
         hub.pull(name)
 
 
+def test_what_is_here_is_not_pulled(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFoundError, match=r"model\.gguf is here already.* nothing to download"):
+        hub.pull(str(file))
+
+
 def test_removing_a_path_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")

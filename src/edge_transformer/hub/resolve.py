@@ -56,6 +56,8 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
 
     hub_name = parse_hub_name(name)
     if hub_name is None:
+        if _local(name) is not None:
+            raise ModelNotFoundError(f"{name} is here already, and no name of the hub: there is nothing to download")
         raise _not_found(name)
     return pull_model(hub_name, progress)
 
