@@ -243,6 +243,8 @@ def test_an_empty_prompt_is_refused(llm: LLM, raw: bool) -> None:
         ([{"content": "one"}], "prompt[0]['role'] is None; allowed: system, developer"),
         ([{"role": ["user"], "content": "one"}], "prompt[0]['role'] is ['user']; allowed: system, developer"),
         ([{"role": "user", "content": 5}], "prompt[0]['content'] is 5; allowed: a text"),
+        ([{"role": "user", "text": "one"}], "prompt[0]['content'] is None; allowed: a text"),
+        ([{"role": "tool", "content": None}], "prompt[0]['content'] is None; allowed: a text"),
         (range(10**9), "prompt[0] is 0; allowed: a message such as"),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 from edge_transformer.errors import UsageError
-from edge_transformer.text.roles import ROLES, USER, template_role
+from edge_transformer.text.roles import ASSISTANT, ROLES, USER, template_role
 
 _MESSAGE = '{"role": "user", "content": "..."}'
 _SHOWN_CHARS = 100
@@ -27,7 +27,9 @@ def _checked(message: object, where: str) -> Mapping[str, object]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
         raise _refused(f"{where}['role']", role, ", ".join(ROLES))
-    if content is not None and not isinstance(content, str) and not _is_list(content):
+    # An assistant that only calls tools says nothing. Where others do, many templates would leave out the turn unsaid.
+    unsaid = content is None and role == ASSISTANT
+    if not unsaid and not isinstance(content, str) and not _is_list(content):
         raise _refused(f"{where}['content']", content, "a text")
     return {**message, "role": template_role(role)}
 
