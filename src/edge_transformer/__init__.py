@@ -52,3 +52,8 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    # For the completion of names: those that are not imported yet are there too.
+    return sorted({*globals(), *__all__})

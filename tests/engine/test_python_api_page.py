@@ -45,4 +45,5 @@ def test_every_error_is_in_the_table_with_its_exit_code() -> None:
 def test_every_setting_and_public_name_is_on_the_page() -> None:
     assert [field.name for field in fields(GenerationConfig) if f"`{field.name}`" not in PAGE] == []
     public = [name for name in edge_transformer.__all__ if not name.startswith("__")]
+    assert set(edge_transformer.__all__) <= set(dir(edge_transformer))  # so that they are completed
     assert [name for name in public if name not in PAGE and name not in ("Timings", "TokenLogprobs")] == []
