@@ -140,8 +140,8 @@ class Scheduler:
         needed = self._kv_bytes(self.context_length)
         if needed > budget:
             raise UsageError(
-                f"one context of {self.context_length} tokens needs {needed} bytes of KV cache; the budget "
-                f"(--kv-budget) is {budget}: raise it or shorten the context (--ctx)"
+                f"one context of {self.context_length} tokens needs {needed} bytes ({needed / 2**20:.1f} MiB) of KV "
+                f"cache; the budget (--kv-budget) is {budget}: raise it or shorten the context (--ctx)"
             )
 
     def _run(self) -> None:
