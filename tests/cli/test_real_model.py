@@ -72,14 +72,15 @@ def test_ctrl_c_keeps_what_was_generated() -> None:
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert len((first + output).decode()) > 1
-    assert errors.startswith(b"prompt ")
+    assert errors.splitlines()[-1].startswith(b"prompt ")  # on a busy machine after progress of the prompt
     assert b"Traceback" not in errors
 
 
 def test_a_conversation_from_a_pipe_is_what_the_python_interface_answers() -> None:
     turns = ["My name is Ann.", "What is my name?"]
     done = run("chat", str(smollm2_path()), "--max-tokens", "20", stdin="\n".join([*turns, "/exit", "not this"]))
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if not line.startswith(("loading ", "reading the prompt: "))]
+    assert (done.returncode, said) == (0, [])  # progress is told on a busy machine
     messages: list[dict[str, str]] = []
     answers = []
     for turn in turns:
