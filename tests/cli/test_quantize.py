@@ -190,7 +190,20 @@ def test_a_source_of_few_bits_that_grows_is_told(tmp_path: Path, as_json: bool) 
     result = invoke("quantize", source, out, "--format", "int8", *(["--json"] if as_json else []))
     assert result.exit_code == 0, result.stderr
     assert (out / "model.safetensors").stat().st_size > source.stat().st_size
-    told = f"{out} is no smaller than {source}, whose weights have few bits already: int8 takes more room"
+    told = f"{out} will be no smaller than {source}, whose weights have few bits already: int8 takes more room"
     assert [line for line in result.stderr.splitlines() if line.startswith(told)] == [
         f"{told} and makes nothing more exact"
     ]
+
+
+@pytest.mark.real_model
+def test_a_source_of_few_bits_that_grows_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("edge_transformer.engine.quantize._write_weights", write)
+    result = invoke("quantize", smollm2_path(), tmp_path / "out", "--format", "int8")
+    assert result.exit_code == 130
+    assert "will be no smaller" in result.stderr

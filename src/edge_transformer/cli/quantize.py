@@ -62,20 +62,22 @@ def command(
     from edge_transformer.engine.quantize import quantize_model, require_new_folder
     from edge_transformer.engine.quantize_plan import Quantization
 
+    def planned(source_bytes: int, nbytes: int) -> None:
+        if nbytes >= source_bytes:
+            note(
+                f"{out} will be no smaller than {model}, whose weights have few bits already: {format_name} takes more "
+                "room and makes nothing more exact"
+            )
+
     choice = Quantization(format_name, None if group is None else int(group), minimums)
     require_new_folder(out)
     with progress_bar() as progress:
         path = hub.resolve(model, offline=offline, progress=progress)
         try:
-            report = quantize_model(path, out, choice, threads, progress)
+            report = quantize_model(path, out, choice, threads, progress, planned)
         except KeyboardInterrupt:
             note(f"interrupted; the same command goes on with {out}.partial")
             raise
-    if report.nbytes >= report.source_bytes:
-        note(
-            f"{out} is no smaller than {model}, whose weights have few bits already: {format_name} takes more room and "
-            "makes nothing more exact"
-        )
     if as_json:
         click.echo(json.dumps({"path": str(out), **report.as_json()}))
         return

@@ -132,11 +132,13 @@ def quantize_model(
     choice: Quantization,
     threads: int | None = None,
     progress: Progress = silent,
+    planned: Callable[[int, int], None] = lambda source_bytes, nbytes: None,
 ) -> QuantizationReport:
     """Quantize the model at `source` (as open_checkpoint takes it) into the new folder `out`.
 
     threads: None for the cores this process may use. progress: called as progress(what, bytes done, in all), of the
-    source and then of what was written.
+    source and then of what was written. planned: called before anything is written, with the bytes of the source's
+    weights and of the file to be.
     An interrupt, or an error, leaves a folder `out`.partial, from which the same call goes on.
 
     Raises UsageError when `out` exists or is no name, when `out`.partial is of another call, or for a model quantized
@@ -148,6 +150,7 @@ def quantize_model(
     checkpoint = open_checkpoint(source)
     try:
         plan = plan_quantization(checkpoint, read_model(checkpoint), choice)
+        planned(plan.source_bytes, plan.file.nbytes)
         partial = out.with_name(out.name + PARTIAL_SUFFIX)
         try:
             partial.mkdir(parents=True, exist_ok=True)
