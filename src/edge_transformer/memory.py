@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_transformer.control_groups import limiting_groups, read_text
 from edge_transformer.errors import CapacityError
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -24,22 +26,45 @@ def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), np.uint8)
 
 
-def available_memory() -> int:
-    """Bytes that programs can still have without swapping, as the kernel estimates."""
-    return _memory_line("MemAvailable")
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process can still have without swapping: as the kernel estimates, and no more than its control
+    groups leave it. `root` holds proc/ and sys/ (another folder in tests).
+    """
+    left = [_left_in_group(folder, version) for folder, version in limiting_groups("memory", root)]
+    return min([_memory_line("MemAvailable", root), *(nbytes for nbytes in left if nbytes is not None)])
 
 
-def free_swap() -> int:
+def free_swap(root: Path = Path("/")) -> int:
     """Bytes of swap that nobody uses."""
-    return _memory_line("SwapFree")
+    return _memory_line("SwapFree", root)
 
 
-def _memory_line(name: str) -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
+def _memory_line(name: str, root: Path) -> int:
+    with open(root / "proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     raise OSError(f"/proc/meminfo has no {name}")
+
+
+_GROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+}
+
+
+def _left_in_group(folder: Path, version: int) -> int | None:
+    """Bytes below a group's limit, pages of files not counted, as the kernel gives these up first; None: no limit."""
+    limit_file, usage_file, pages = _GROUP_FILES[version]
+    limit, usage = read_text(folder / limit_file), read_text(folder / usage_file)
+    if limit is None or usage is None or limit.strip() == "max":
+        return None
+    try:
+        counts = dict(line.split(maxsplit=1) for line in (read_text(folder / "memory.stat") or "").splitlines())
+        of_files = sum(int(counts.get(name, 0)) for name in pages)
+        return max(0, int(limit) - max(0, int(usage) - of_files))
+    except ValueError:  # a kernel that writes them otherwise
+        return None
 
 
 class HostMemory:

@@ -1,5 +1,7 @@
 """Anonymous host memory."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,49 @@ def test_refusals_name_what_it_is_for_what_is_free_and_what_to_lower(monkeypatch
 def test_memory_of_this_machine() -> None:
     assert 1 << 20 < memory.available_memory() < 1 << 50
     assert 0 <= memory.free_swap() < 1 << 50
+
+
+MEMINFO = "MemTotal: 900 kB\nMemAvailable:     800 kB\nSwapFree:        7 kB\n"
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def group(folder: Path, version: int, limit: str, usage: int, files: tuple[int, int]) -> None:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    prefix = "total_" if version == 1 else ""
+    write(folder / names[0], f"{limit}\n")
+    write(folder / names[1], f"{usage}\n")
+    write(folder / "memory.stat", f"anon 5\n{prefix}inactive_file {files[0]}\n{prefix}active_file {files[1]}\n")
+
+
+def test_memory_without_control_groups(tmp_path: Path) -> None:
+    write(tmp_path / "proc/meminfo", MEMINFO)
+    assert memory.available_memory(tmp_path) == 800 * 1024
+    assert memory.free_swap(tmp_path) == 7 * 1024
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_that_control_groups_leave(tmp_path: Path, version: int) -> None:
+    """The tightest on the path counts; pages of files can be given up."""
+    write(tmp_path / "proc/meminfo", MEMINFO)
+    line, mount = ("4:memory:/user/app", "memory") if version == 1 else ("0::/user/app", "")
+    write(tmp_path / "proc/self/cgroup", f"9:name=systemd:/\n{line}\n")
+    folder = tmp_path / "sys/fs/cgroup" / mount
+    unlimited = "9223372036854771712" if version == 1 else "max"
+    group(folder / "user", version, unlimited, 10_000, (0, 0))
+    assert memory.available_memory(tmp_path) == 800 * 1024
+    group(folder / "user/app", version, "300000", 250_000, (40_000, 5_000))
+    assert memory.available_memory(tmp_path) == 300_000 - (250_000 - 45_000)
+    group(folder / "user", version, "260000", 250_000, (0, 0))
+    assert memory.available_memory(tmp_path) == 10_000
+    group(folder / "user", version, "200000", 250_000, (10, 0))
+    assert memory.available_memory(tmp_path) == 0
+    group(folder / "user", version, "a lot", 1, (0, 0))
+    write(folder / "user/app/memory.stat", "anon\n\n")
+    assert memory.available_memory(tmp_path) == 800 * 1024
 
 
 def test_two_memories_do_not_overlap() -> None:
