@@ -46,6 +46,17 @@ def test_a_key_is_asked_for(guarded: Served) -> None:
         client.models.list()
 
 
+def test_what_is_refused_is_in_the_log_too_and_makes_one_line(
+    guarded: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="edge_transformer.server")
+    assert guarded.ask("GET", "/x%0aPOST%20/y")[0] == 401
+    deadline = time.monotonic() + 10
+    while not (lines := [line for line in caplog.messages if "/x" in line]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [line.rpartition(" ")[0].rpartition(" ")[0] for line in lines] == ["GET /x%0APOST%20/y 401"]
+
+
 def test_keys_are_lines() -> None:
     assert read_keys(["one\n\n two \n", "three"]) == ("one", "two", "three")
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -61,6 +62,15 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        seen = _Seen(send)
+        try:
+            await self._answer(scope, receive, seen)
+        finally:
+            # The path as it came, percent-encoded: a line end in it would make a line of its own.
+            path, seconds = quote(scope["path"]), time.perf_counter() - seen.since
+            log.info("%s %s %s %.3f s", scope["method"], path, seen.status, seconds)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         foreign = origin is not None and not _same_origin(origin, headers.get("host", ""))
@@ -75,12 +85,10 @@ class Access:
             await error_response(refusal)(scope, receive, send)
             return
         self._requests += 1
-        seen = _Seen(send)
         try:
-            await self._app(scope, receive, seen)
+            await self._app(scope, receive, send)
         finally:
             self._requests -= 1
-            log.info("%s %s %s %.3f s", scope["method"], scope["path"], seen.status, time.perf_counter() - seen.since)
 
     def _refusal(self, path: str, headers: Headers, foreign: bool) -> ApiError | None:
         settings = self._settings
