@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,12 @@ def _left_in_group(folder: Path, version: int) -> int | None:
         return None
 
 
+def _address_space() -> str:
+    """What a refusal may come from while memory is free."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return "" if limit == resource.RLIM_INFINITY else f", and {limit / 2**20:.1f} MiB of address space (ulimit -v)"
+
+
 class HostMemory:
     """`nbytes` bytes of private anonymous memory at `address`, zero at first, aligned to 4096 or more.
 
@@ -84,7 +91,8 @@ class HostMemory:
         except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"{what}: the system refused {nbytes} bytes ({nbytes / 2**20:.1f} MiB) of host memory ({error}); "
-                f"{available_memory() / 2**20:.1f} MiB are available: use a smaller model or a shorter context (--ctx)"
+                f"{available_memory() / 2**20:.1f} MiB are available{_address_space()}: "
+                "use a smaller model or a shorter context (--ctx)"
             ) from error
         if alignment == HUGE_PAGE_BYTES:
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages

@@ -42,6 +42,12 @@ def test_refusals_name_what_it_is_for_what_is_free_and_what_to_lower(monkeypatch
         HostTileMemory("recurrent state").allocate(1 << 60)
 
 
+def test_a_limit_of_the_address_space_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_transformer.memory.resource.getrlimit", lambda _: (3 << 20, 5 << 20))
+    with pytest.raises(CapacityError, match=r"MiB are available, and 3\.0 MiB of address space \(ulimit -v\): use"):
+        HostMemory(1 << 60)
+
+
 def test_memory_of_this_machine() -> None:
     assert 1 << 20 < memory.available_memory() < 1 << 50
     assert 0 <= memory.free_swap() < 1 << 50

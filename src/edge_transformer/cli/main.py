@@ -70,6 +70,13 @@ def exit_codes() -> Iterator[None]:
         raise click.exceptions.Exit(error.exit_code) from error
     except KeyboardInterrupt as error:
         raise click.exceptions.Exit(INTERRUPTED) from error
+    except MemoryError as error:  # of Python, numpy or the tokenizer; the engine names what it asks for
+        reason = f" ({error})" if str(error) else ""
+        click.echo(
+            f"Error: the system refused memory{reason}: free some, or use a smaller model or a shorter context (--ctx)",
+            err=True,
+        )
+        raise click.exceptions.Exit(CapacityError.exit_code) from error
     except BrokenPipeError as error:
         _discard_output()
         raise click.exceptions.Exit(BROKEN_PIPE) from error
