@@ -248,9 +248,6 @@ def test_what_the_system_refuses_elsewhere_is_not_laid_to_standard_output(
     assert capsys.readouterr().err == f"Error: {told}\n"
 
 
-@pytest.mark.parametrize("arguments", [["pull", "demo"], ["run", "demo", "hello"]])
-@pytest.mark.parametrize("variable", ["ETE_CACHE", "XDG_CACHE_HOME"])
-@pytest.mark.parametrize("folder", ["/dev/null", "/proc/none", "{tmp_path}/file/cache"])
 @pytest.mark.parametrize(("error", "said"), [(MemoryError(), ""), (MemoryError("std::bad_alloc"), " (std::bad_alloc)")])
 def test_memory_that_is_refused_to_others_than_the_engine_is_no_traceback(
     error: MemoryError, said: str, capsys: pytest.CaptureFixture[str]
@@ -263,6 +260,9 @@ def test_memory_that_is_refused_to_others_than_the_engine_is_no_traceback(
     )
 
 
+@pytest.mark.parametrize("arguments", [["pull", "demo"], ["run", "demo", "hello"]])
+@pytest.mark.parametrize("variable", ["ETE_CACHE", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize("folder", ["/dev/null", "/proc/none", "{tmp_path}/file/cache"])
 def test_a_cache_folder_that_cannot_be_made_is_an_error_with_its_name(
     tmp_path: Path, folder: str, variable: str, arguments: list[str]
 ) -> None:
