@@ -264,7 +264,11 @@ def test_a_signal_lets_answers_end(model_path: Path, number: signal.Signals) -> 
         until(lambda: b"ete_requests_running 1" in metrics_of(served))
         running.send_signal(number)
         assert answer.result()[1]["usage"]["completion_tokens"] == 1500
-        assert running.wait(20) == 0
+        log = running.communicate(timeout=20)[1].splitlines()
+        assert running.returncode == 0
+        assert [line.partition(",")[2][4:] for line in log] == [
+            "1 answer has 30 seconds to end; Ctrl-C or SIGTERM again ends at once"
+        ]
 
 
 def test_connections_while_answers_end(model_path: Path) -> None:

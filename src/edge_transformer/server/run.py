@@ -57,7 +57,15 @@ class Server(uvicorn.Server):
         else:
             self.should_exit = True
             self._service.draining = True
+            self._tell_what_is_left()
             loop.call_later(self._drain_s, self._cut)
+
+    def _tell_what_is_left(self) -> None:
+        """For the person whose Ctrl-C seems to do nothing."""
+        running = self._service.newest
+        if running is not None and (left := running.scheduler.running + running.scheduler.waiting):
+            answers = "1 answer has" if left == 1 else f"{left} answers have"
+            log.warning("%s %.0f seconds to end; Ctrl-C or SIGTERM again ends at once", answers, self._drain_s)
 
     def _cut(self) -> None:
         """Requests that are left are told, and then nobody is waited for any more."""
