@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import edge_transformer
+import edge_transformer.cpu.threads as threads_module
 from cli.fake_llm import FakeLLM
 from edge_transformer.cli.main import ete
 
@@ -215,3 +216,30 @@ def test_the_help_of_the_group_has_each_commands_own_line() -> None:
         assert command.name == name
         assert re.search(rf"^ *{name} +{re.escape(command.short_help or '')}$", listed, re.MULTILINE)
     assert CliRunner().invoke(ete, ["nonsense"]).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["run", "trace"])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (["-5 plus 3"], "No such option '-5'. A prompt that begins with a dash comes after two dashes: MODEL -- "),
+        (["what", "is", "this"], "Unexpected after the prompt: is this. A prompt of several words stands in quotes."),
+        (["hello", "--max-token", "3"], "No such option '--max-token'. Did you mean"),
+    ],
+)
+def test_a_prompt_that_a_shell_took_apart(command: str, prompt: list[str], message: str) -> None:
+    result = CliRunner().invoke(ete, [command, "nowhere", *prompt])
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("(", "")
+
+
+@pytest.mark.parametrize(("threads", "noted"), [(3, True), (2, False), (None, False)])
+def test_more_threads_than_processors_are_noted(
+    monkeypatch: pytest.MonkeyPatch, threads: int | None, noted: bool
+) -> None:
+    monkeypatch.setattr(threads_module, "usable_processors", lambda: 2)
+    monkeypatch.setattr(edge_transformer, "LLM", FakeLLM)
+    options = [] if threads is None else ["--threads", str(threads)]
+    result = CliRunner().invoke(ete, ["run", "nowhere", "hi", *options])
+    text = "--threads 3: this process may use 2 processors; more threads are slower"
+    assert (text in result.stderr) == noted

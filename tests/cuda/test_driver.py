@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -386,9 +387,19 @@ def test_no_driver(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
         library.load()
 
 
-def test_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
-    with pytest.raises(GpuError, match=r"not installed .*edge-transformer-engine\[cuda\]"):
+@pytest.mark.parametrize("there", [True, False])
+def test_no_package(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """Nobody installs packages only to hear that the driver is missing too."""
+
+    def library(name: str) -> None:
+        assert name == "libcuda.so.1"
+        if not there:
+            raise OSError(name)
+
+    monkeypatch.setattr(driver_library.ctypes, "CDLL", library)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    expected = r"^the packages .* not installed " if there else r"^no NVIDIA driver was found, nor the packages "
+    with pytest.raises(GpuError, match=expected + r".*edge-transformer-engine\[cuda\]"):
         driver_library.load_driver.__wrapped__()
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
+from edge_transformer.cli.console import note
+
 if TYPE_CHECKING:
     from edge_transformer import LLM, GenerationConfig, GpuSettings
     from edge_transformer.cuda.timeline import Timeline
@@ -244,7 +246,11 @@ def load_model(
     share a pass on a GPU. kv_bytes: of a KV cache that is resident there.
     """
     from edge_transformer import LLM
+    from edge_transformer.cpu.threads import usable_processors
 
+    processors = usable_processors()
+    if options["threads"] is not None and options["threads"] > processors:
+        note(f"--threads {options['threads']}: this process may use {processors} processors; more threads are slower")
     return LLM(
         model,
         context_length=options["ctx"],

@@ -22,13 +22,14 @@ from edge_transformer.cli.options import (
     generation_options,
     load_model,
 )
+from edge_transformer.cli.prompt_command import PromptCommand
 from edge_transformer.cli.turn_input import MAX_BYTES
 
 if TYPE_CHECKING:
     from edge_transformer import Generation
 
 
-@click.command("run", short_help="Answer one prompt.")
+@click.command("run", cls=PromptCommand, short_help="Answer one prompt.")
 @click.argument("model")
 @click.argument("prompt", required=False, type=PromptText())
 @click.option("--prompt-file", metavar="FILE", type=click.File("rb"), help="Read the prompt from a file.")

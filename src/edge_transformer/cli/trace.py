@@ -13,11 +13,12 @@ from edge_transformer.cli.console import note, progress_bar, statistics
 from edge_transformer.cli.ledger import ledger_of
 from edge_transformer.cli.main import INTERRUPTED
 from edge_transformer.cli.options import PromptText, generation_config, load_model, trace_options
+from edge_transformer.cli.prompt_command import PromptCommand
 from edge_transformer.cli.run import read_prompt
 from edge_transformer.errors import storage_error
 
 
-@click.command("trace", short_help="Record what a GPU does while it answers one prompt.")
+@click.command("trace", cls=PromptCommand, short_help="Record what a GPU does while it answers one prompt.")
 @click.argument("model")
 @click.argument("prompt", required=False, type=PromptText())
 @click.option(

@@ -5,6 +5,7 @@ With compiler.py the only importer of `cuda.*`.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
@@ -18,6 +19,12 @@ def load_driver() -> Any:
         import cuda.bindings
         from cuda.bindings import driver
     except ImportError as error:
+        if not _library_is_there():  # without it the packages are of no use
+            raise GpuError(
+                f"no NVIDIA driver was found, nor the packages for NVIDIA GPUs ({error}): install the driver "
+                "(nvidia-smi shows whether it works), then pip install 'edge-transformer-engine[cuda]'; or "
+                f"{ON_THE_CPU}"
+            ) from error
         raise GpuError(
             f"the packages for NVIDIA GPUs are not installed ({error}): pip install 'edge-transformer-engine[cuda]' "
             "(driver 580 or later), or [cuda12] (driver 525 or later)"
@@ -44,3 +51,12 @@ def load_driver() -> Any:
     if status != results.CUDA_SUCCESS:
         raise GpuError(f"cuInit(0): {status.name}: the NVIDIA driver does not work; nvidia-smi tells more")
     return driver
+
+
+def _library_is_there() -> bool:
+    """Whether a driver is installed, working or not."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -64,7 +64,7 @@ class GenerationConfig:
             _check_number(name, getattr(self, name), -LARGEST_SETTING, LARGEST_SETTING)
         _check_integer("seed", self.seed, 0, 2**64 - 1, optional=True)
         strings = not isinstance(self.stop, str | bytes) and all(isinstance(stop, str) and stop for stop in self.stop)
-        _check("stop", self.stop, strings, "a tuple of strings, none empty")
+        _check("stop", self.stop, strings, 'a tuple of strings, none empty, such as ("END",)')
         _check_integer("logprobs", self.logprobs, 0, 100, optional=True)
         _check("logit_bias", self.logit_bias, isinstance(self.logit_bias, Mapping), "a mapping from token to number")
         for token, bias in self.logit_bias.items():
