@@ -31,7 +31,7 @@ def transformers_link(subject: Subject, given: Material) -> Link:
     """The whole model on the CPU against transformers."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        reason = f"no {' and '.join(missing)} (the repository's dependency group golden)"
+        reason = f"no {' and '.join(missing)} (pip install {' '.join(missing)}; in the repository: --group golden)"
         return Link(NAME, lambda _: not_run(reason))
     return Link(NAME, lambda progress: _against_transformers(subject, given.short, progress))
 
