@@ -57,7 +57,7 @@ def _from_the_disk(weights: int, available: int) -> str:
 
 
 def available_memory() -> int:
-    """Bytes that programs can still have without swapping, as the kernel estimates."""
+    """As memory.available_memory, which is imported when it is asked for: it brings numpy along."""
     from edge_transformer import memory
 
     return memory.available_memory()
